@@ -8,6 +8,7 @@ daemon accepts only blocks that `narrowing_source` could have written, so no hol
 import re
 from collections.abc import Iterable
 from enum import IntEnum, IntFlag
+from functools import lru_cache
 from typing import Final
 
 
@@ -56,8 +57,9 @@ _NARROWING: Final = re.compile(
 )
 
 
+@lru_cache(maxsize=64)
 def names_of(permissions: Permission) -> tuple[str, ...]:
-    """Return the names of permissions, as in tokens and messages."""
+    """Return the names of permissions, as in tokens and messages. Cached, because few different sets occur."""
     return tuple(str(permission.name) for permission in Permission if permission & permissions)
 
 

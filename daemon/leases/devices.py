@@ -217,11 +217,11 @@ class CardAccount:
     def leaving(self) -> int:
         """Number of the pool's contexts that served no tenant and are fenced or being dropped by this daemon."""
         # Contexts that leases of an earlier daemon left, and those that served a tenant, do not count.
-        own = [
-            context for context in self.warm.values() if context.tenant is None and context.warm_id < FIRST_LEFTOVER_ID
-        ]
-        dropped = sum(context.state is WarmState.DROPPING and not context.is_restored for context in own)
-        return dropped + sum(context.state is WarmState.FENCED for context in own)
+        return sum(
+            context.state is WarmState.FENCED or (context.state is WarmState.DROPPING and not context.is_restored)
+            for context in self.warm.values()
+            if context.tenant is None and context.warm_id < FIRST_LEFTOVER_ID
+        )
 
     @property
     def recycled(self) -> int:

@@ -723,6 +723,8 @@ class TableRegion:
 
 
 class SubmitState(Enum):
+    __hash__ = object.__hash__
+
     STARTING = "starting"
     RUNNING = "running"
     ENDING = "ending"
@@ -797,6 +799,8 @@ class Submit:
 
 class WarmState(Enum):
     """States of a warm context. Once a lease takes it over, it is part of the lease and has no state of its own."""
+
+    __hash__ = object.__hash__
 
     WARMING = "warming"
     READY = "ready"

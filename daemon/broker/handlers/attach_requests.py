@@ -16,6 +16,7 @@ from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.leases import (
     GuestAttached,
+    LeaseSnapshot,
     RequestDenied,
     SessionOpened,
     SubmitAbandoned,
@@ -56,12 +57,14 @@ class _Attempt:
     Attributes:
         submit: The submit that waits for the connection; None for an ATTACH.
         guest: The limits of a connection that attaches with a token.
+        is_stranger: Whether the peer may be another than the lease's tenant. Set before the hand-over.
         wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock. 0.0 before the wait begins.
     """
 
     request: Request
     submit: SubmitReady | None = None
     guest: Guest | None = None
+    is_stranger: bool = True
     wait_until_s: float = 0.0
 
     @property
@@ -118,19 +121,18 @@ class AttachHandler:
         """Return the limits of a connection that attaches with a token. Raises Refused unless the peer may attach."""
         # Check what costs and reveals least first: the peer's rights, then the lease, then the token.
         self._caller.check_peer(request.op)
-        named = self._runtime.table.get(request.session_id)
-        if named is not None and named.parent_id:
+        lease = self._runtime.table.get(request.session_id)
+        if lease is not None and lease.parent_id:
             # A region has no session of its own.
             raise Refused(not_found(request.session_id).failure)
         body = request.body
         token = token_of(body.options) if isinstance(body, Attach | GpuSubmit) else None
         if token is None:
-            self._check_own(request.session_id)
+            self._check_own(request.session_id, lease)
             return None
         return self._tokens.guest(request.session_id, token, SPECS[request.op].needs.permissions)
 
-    def _check_own(self, lease_id: int) -> None:
-        lease = self._runtime.table.get(lease_id)
+    def _check_own(self, lease_id: int, lease: LeaseSnapshot | None) -> None:
         # Answer for another tenant's lease as for an unknown one.
         if lease is not None and lease.tenant != self._peer.tenant:
             raise Refused(not_found(lease_id).failure)
@@ -207,9 +209,10 @@ class AttachHandler:
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
         """Hand the connection over. If that fails, its token may be used again."""
         # The order to the worker says whether this client may be another than the lease's tenant.
+        attempt.is_stranger = self._is_stranger(attempt.number)
         worker = self._runtime.workers.worker(attempt.number)
         if worker is not None:
-            worker.is_stranger = self._is_stranger(attempt.number)
+            worker.is_stranger = attempt.is_stranger
         if is_durable and self._connection.is_open and self._hand_over(attempt):
             self._on_attached(attempt)
             return
@@ -250,7 +253,7 @@ class AttachHandler:
             return  # The lease table reports it.
         lease_id = attempt.request.session_id
         self._runtime.recorder.attached(lease_id, self._peer.tenant)
-        if self._is_stranger(lease_id):
+        if attempt.is_stranger:
             self._runtime.post(GuestAttached(lease_id))
 
     def _is_stranger(self, number: int) -> bool:
