@@ -376,6 +376,10 @@ class DriverGraph(Protocol):
     def native(self) -> int:
         """The graph's argument for `NativeLaunch.replay_graph`; 0 if only `replay` can queue the graph."""
 
+    @property
+    def due(self) -> Sequence[DriverKernel]:
+        """Its kernels that `compile_kernel` is to optimise before the next replay (`DriverKernel.is_due`)."""
+
     def replayed(self) -> None:
         """Record that `NativeLaunch.replay_graph` has queued the graph, before any other use of the context."""
 

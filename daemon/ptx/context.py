@@ -47,7 +47,6 @@ from gpulease.daemon.ptx.image import CpuKernel, CpuModule, ModulePlace, drop_ol
 from gpulease.daemon.ptx.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
-    MAX_FIRST_CODE_THREADS,
     MAX_GRID_DIMS,
     MAX_PARAMETER_BYTES,
     MAX_SHARED_BYTES,
@@ -149,6 +148,12 @@ class CpuGraph:
         self._context = context
         self._steps = list(steps)
         self._replays = [self._replay_of(step) for step in steps]
+        self._kernels = {step.kernel for step in steps if isinstance(step, KernelStep)}
+
+    @property
+    def due(self) -> list[DriverKernel]:
+        # The queue runs a kernel's latest code, so what was packed stays valid.
+        return [kernel for kernel in self._kernels if kernel.is_due]
 
     def bind(self, step: int, params: bytes) -> None:
         """Set a launch step's parameters for later replays (`DriverGraph.bind`). Raises TypeError for a copy."""
@@ -174,13 +179,14 @@ class CpuGraph:
         """Close the graph; the queue holds copies, so nothing waits (`Graph.close`)."""
         self._steps.clear()
         self._replays.clear()
+        self._kernels.clear()
 
     def _replay_of(self, step: Step) -> _Replay:
         # A launch: check and pack it now, split around the tag.
         context = self._context
         if isinstance(step, KernelStep):
             record, is_shared = context.record(
-                step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0, is_replayed=True
+                step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0
             )
             before, tail = record[:_TAG_AT], record[_TAG_END:]
             return lambda tag, _: context.submit(b"".join((before, tag, tail)), is_shared)
@@ -646,30 +652,17 @@ class CpuContext:
         return head + is_shared.to_bytes(8, "little")
 
     def record(
-        self,
-        kernel: DriverKernel,
-        grid: Dim3,
-        block: Dim3,
-        shared_bytes: int,
-        params: bytes,
-        tag: int,
-        *,
-        is_replayed: bool = False,
+        self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
     ) -> tuple[bytes, bool]:
-        """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected.
-
-        Kernels of a graph are replayed, so optimise them at once.
-        """
-        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag, is_replayed=is_replayed)
+        """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected."""
+        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
         if len(params) != kernel.parameter_bytes:
             raise LaunchRejected(
                 f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
             )
         return head + params, is_shared
 
-    def _head(
-        self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int, *, is_replayed: bool = False
-    ) -> tuple[bytes, bool]:
+    def _head(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
         """Pack a launch's head; the bool says whether several threads are to run its blocks. Raises LaunchRejected."""
         # Step 1: can this kernel run here at all?
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
@@ -695,7 +688,7 @@ class CpuContext:
             spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
         # Step 4: the head in the layout of native/structures.py; parameters follow it in the record.
         head = LAUNCH_HEAD.pack(
-            kernel.entry_for(MAX_FIRST_CODE_THREADS if is_replayed else blocks * math.prod(block)),
+            kernel.entry_for(blocks * math.prod(block)),
             blocks,
             kernel.variables,
             tag,

@@ -170,7 +170,7 @@ class GraphOperations(OperationHandler):
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
-        # The driver may now optimise kernels that were only launched before, because a graph is replayed.
+        # The driver may optimise kernels now that have run for long (`DriverKernel.is_due`).
         with self._resources.compiling():
             graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
         # The driver has made the graph: count it, record what it depends on, and charge it.
@@ -226,6 +226,9 @@ class GraphOperations(OperationHandler):
         session_graph = self._graphs.get(number)
         if session_graph is None:
             raise _no_graph(number)
+        # Before any check of regions, because optimising takes time.
+        if due := session_graph.graph.due:
+            self._planner.optimise(due)
         return number, session_graph, values
 
     def _replay(
@@ -388,7 +391,7 @@ class GraphOperations(OperationHandler):
         payload = memoryview(node.body)
         match node.op:
             case Opcode.LAUNCH:
-                plan, args = self._planner.find(payload, is_replayed=True)
+                plan, args = self._planner.find(payload)
                 steps.step_of[number] = len(steps.steps)
                 steps.launches[len(steps.steps)] = _LaunchStep(plan, bytearray(args))
                 steps.modules.add(*HANDLE.unpack_from(payload))

@@ -15,7 +15,7 @@ and ends the worker if that kernel runs for too long. A kernel that waits for ro
 streams, also counts as running, because polls can't distinguish the two.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -48,9 +48,6 @@ from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 MAX_PLANS: Final = 4096
 """Maximum number of plans that are kept. A tenant that never launches the same shape twice gains nothing from plans,
 but its memory stays bounded."""
-
-REPLAYED_THREADS: Final = 1 << 62
-"""Threads for which a graph's kernels are compiled: more than any launch has, because a graph is replayed."""
 
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
@@ -261,10 +258,10 @@ class Planner:
         self.follow(plan)
         return plan, args
 
-    def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH, *, is_replayed: bool = False) -> tuple[Plan, bytes]:
+    def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH) -> tuple[Plan, bytes]:
         """Return the plan of a LAUNCH or LAUNCH_IN, or of a LAUNCH_WITH's launch, and its argument bytes.
 
-        A new kernel is compiled for this launch, or for any number of replays. Raises BodyError or Refused.
+        A new kernel is compiled. Raises BodyError or Refused.
         """
         self._kept_before = None
         # The key is the body without what differs from launch to launch.
@@ -277,7 +274,7 @@ class Planner:
             # pattern.
             is_expected = op != Opcode.LAUNCH_WITH
             pattern = LaunchPattern(payload, self._session_id, op if is_expected else Opcode.LAUNCH)
-            plan = self._make(parse_body(Launch, body), pattern, is_replayed=is_replayed)
+            plan = self._make(parse_body(Launch, body), pattern)
             # Step 2: make room. Drop all plans together, because they refer to one another.
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
@@ -326,6 +323,11 @@ class Planner:
             self._ledger.restore_kept(self._kept_before)
             self.forget()
 
+    def optimise(self, kernels: Iterable[DriverKernel]) -> None:
+        """Optimise kernels that are due, before a graph is replayed. Raises Refused."""
+        for kernel in kernels:
+            self._compile(kernel, 1)
+
     def _compile(self, kernel: DriverKernel, threads: int) -> None:
         with _named(kernel):
             self._compile_kernel(kernel, threads)
@@ -338,7 +340,7 @@ class Planner:
             self._ledger.charge_kept(kernel.kept_bytes)
         self.has_new_kernel = True
 
-    def _make(self, launch: Launch, pattern: LaunchPattern, *, is_replayed: bool) -> Plan:
+    def _make(self, launch: Launch, pattern: LaunchPattern) -> Plan:
         kernels = self._ledger.module(launch.module).kernels
         kernel = kernels.get(launch.kernel)
         if kernel is None:
@@ -365,7 +367,7 @@ class Planner:
                 kernel=kernel.name,
                 hint="Use smaller blocks and more of them.",
             )
-        self._compile(kernel, REPLAYED_THREADS if is_replayed else prod(grid) * block_threads)
+        self._compile(kernel, prod(grid) * block_threads)
         self._charge(kernel)
         block = (launch.block_x, launch.block_y, launch.block_z)
         return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)

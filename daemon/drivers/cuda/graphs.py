@@ -21,6 +21,7 @@ from gpulease.daemon.drivers.interface import (
     CopyStep,
     DataStep,
     Dim3,
+    DriverKernel,
     KernelStep,
     LaunchRejected,
     Poll,
@@ -110,6 +111,9 @@ class GraphContext(Protocol):
 
 class CudaGraph:
     """A `gpulease.daemon.drivers.interface.DriverGraph` on a CUDA card."""
+
+    # Kernels are compiled with all optimisations when their image is loaded.
+    due: Sequence[DriverKernel] = ()
 
     def __init__(self, context: GraphContext, steps: Sequence[Step]) -> None:
         """Raise LaunchRejected for a launch that the driver refuses, or DriverError."""

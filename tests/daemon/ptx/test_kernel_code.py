@@ -82,14 +82,21 @@ def test_kernels_that_share_functions_are_compiled_together(context: CpuContext,
     assert len(compiled) == 2
 
 
-def test_a_graph_s_kernels_are_compiled_when_it_is_made(context: CpuContext, compiled: list[Effort]) -> None:
+def test_a_graph_s_kernels_are_compiled_when_it_is_made_and_optimised_when_they_have_run_for_long(
+    context: CpuContext, compiled: list[Effort]
+) -> None:
     kernel = context.module_load((HEAD + storing("k", 5)).encode()).kernels["k"]
     out = context.mem_alloc(4)
     graph = context.graph([KernelStep(kernel, ONE, ONE, 0, out.to_bytes(8, "little"))])
-    assert len(compiled) == 1
+    assert compiled == [Effort.FIRST]
+    kernel.running.first_code_ns = 1
     graph.replay(1, keep_waiting)
     context.sync()
-    assert len(compiled) == 1
+    assert compiled == [Effort.FIRST]
+    # Its first code ran for a nanosecond or more.
+    assert graph.due == [kernel]
+    assert context.compile_kernel(kernel, 1)
+    assert (compiled, graph.due) == ([Effort.FIRST, Effort.FEW], [])
 
 
 def test_a_kernel_is_optimised_before_the_launch_that_follows_long_runs(

@@ -9,12 +9,11 @@ import pytest
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import DriverKernel, LaunchRejected
 from gpulease.daemon.ptx.image import CpuKernel
-from gpulease.daemon.session.launches import REPLAYED_THREADS
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import Frame, FrameReader
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import GraphCreate, GraphNode, Launch
+from gpulease.protocol.messages import GraphCreate, GraphLaunch, GraphNode, Launch
 from gpulease.protocol.opcodes import Opcode, Status
 from helpers.session_rig import LEASE, Rig, launch_of, rig
 
@@ -77,21 +76,51 @@ def test_a_kernel_that_is_due_is_compiled_again_before_its_launch() -> None:
 
 
 @pytest.mark.parametrize("is_launched_before", [False, True])
-def test_a_graph_s_kernel_is_compiled_once_for_its_replays(is_launched_before: bool) -> None:
-    asked: list[int] = []
+def test_a_graph_s_kernel_is_compiled_like_a_launch_s_and_again_before_the_replay_for_which_it_is_due(
+    is_launched_before: bool,
+) -> None:
+    since: list[int] = []
     with rig() as made:
         launch = launch_of(made)
+        kernel = made.session._resources.ledger.module(launch.module).kernels[launch.kernel]
+        assert isinstance(kernel, CpuKernel)
         if is_launched_before:
             send(made, Opcode.LAUNCH, launch)
         compile_kernel: Any = made.context.compile_kernel
 
-        def note_threads(kernel: DriverKernel, threads: int) -> bool:
-            asked.append(threads)
+        def noted(kernel: DriverKernel, threads: int) -> bool:
+            since.append(made.page.counter(Counter.COMPILING_SINCE_NS))
             return bool(compile_kernel(kernel, threads))
 
-        made.context.compile_kernel = note_threads  # type: ignore[attr-defined]
+        made.context.compile_kernel = noted  # type: ignore[attr-defined]
         send(made, Opcode.GRAPH_CREATE, graph_of(launch))
-        assert asked == ([] if is_launched_before else [REPLAYED_THREADS])
+        assert len(since) == (not is_launched_before)
+        since.clear()
+        for left_ns, compilations in ((1 << 60, 0), (-1, 1), (0, 1)):
+            # No launch may count its time meanwhile.
+            made.context.context.sync()
+            kernel.running.first_code_ns = left_ns
+            assert send(made, Opcode.GRAPH_LAUNCH, GraphLaunch(1, b"")).status == Status.OK
+            assert len(since) == compilations
+        assert all(since)
+
+
+def test_a_graph_is_not_replayed_if_the_lease_ended_while_its_kernel_was_optimised() -> None:
+    with rig() as made:
+        launch = launch_of(made)
+        kernel = made.session._resources.ledger.module(launch.module).kernels[launch.kernel]
+        assert isinstance(kernel, CpuKernel)
+        send(made, Opcode.GRAPH_CREATE, graph_of(launch))
+
+        def compile_kernel(kernel: DriverKernel, threads: int) -> bool:
+            made.page.refuse(Status.REVOKED)
+            return True
+
+        made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]
+        kernel.running.first_code_ns = -1
+        launched = made.page.counter(Counter.LAUNCHES)
+        assert send(made, Opcode.GRAPH_LAUNCH, GraphLaunch(1, b"")).status == Status.REVOKED
+        assert made.page.counter(Counter.LAUNCHES) == launched
 
 
 @WAYS

@@ -18,7 +18,8 @@ from gpulease.daemon.contract.messages import (
     ResizeSliceOrder,
     SliceResizedReport,
 )
-from gpulease.daemon.drivers.interface import DriverError, KernelFault
+from gpulease.daemon.drivers.interface import DriverError, DriverKernel, KernelFault
+from gpulease.daemon.ptx.image import CpuKernel
 from gpulease.daemon.session import region_memory
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.messages import (
@@ -395,6 +396,23 @@ def test_a_graph_is_looked_at_before_it_begins(made: RegionRig) -> None:
     assert (failure.site, failure.kernel) == (2, "")
     assert made.page.counter(Counter.LAUNCHES) == 2
     assert [type(message) for message in made.told()] == [ForwardRevokedReport]
+
+
+def test_a_graph_is_checked_after_its_kernels_are_optimised(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = made.open(), made.open()
+    chosen, graph = made.set_of(one), graph_of(made, two.address)
+    kernel = made.session._resources.ledger.module(made.module).kernels["scale"]
+    assert isinstance(kernel, CpuKernel)
+    kernel.running.first_code_ns = -1
+
+    def compile_kernel(kernel: DriverKernel, threads: int) -> bool:
+        made.flip(one, flipped_ns=33)
+        return True
+
+    monkeypatch.setattr(made.context, "compile_kernel", compile_kernel, raising=False)
+    failure = made.refused(Opcode.GRAPH_LAUNCH_IN, GraphLaunchIn(graph, b"", chosen, 6))
+    assert (failure.status, failure.region) == (Status.REVOKED, one.region_id)
+    assert made.page.counter(Counter.LAUNCHES) == 0
 
 
 def test_a_graph_s_own_region_is_refused_with_the_position_as_well(made: RegionRig) -> None:
