@@ -22,15 +22,16 @@ from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_byt
 from gpulease.client.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.decode.engine.forward_pass import (
     LAUNCH_BYTES,
+    LEAST_SHARED,
     ForwardPass,
     StepKind,
     StepLimits,
+    UnevenTiles,
     block_bytes,
     buckets_of,
     buffer_sizes,
     excess_launches,
     head_rows_of,
-    is_uneven,
     parts_of,
 )
 from gpulease.client.decode.engine.linear_tiles import target_of
@@ -177,6 +178,7 @@ class DecodeEngine:
         self.limits = forward.limits
         self.lease = lease
         self._forward: ForwardPass | None = forward
+        self._uneven = UnevenTiles.of(forward.weights.config, self.limits)
         self._buckets = buckets_of(self.limits.max_rows)
         # Graphs by bucket of rows, parity and kind: each of the two steps in flight has its own stream, row and result
         # arrays.
@@ -660,14 +662,20 @@ class DecodeEngine:
         self, bucket: int, rows: Rows, guidance: StepGuidance | None, chosen: "NDArray[np.intp] | None"
     ) -> StepKind:
         kind, with_prompts = StepKind(guidance is not None), StepKind(guidance is not None, has_prompts=True)
-        # Only large buckets have kernels for prompts, so don't search small steps for prompts.
-        if (bucket, 0, with_prompts) not in self._graphs:
+        cut = StepKind(guidance is not None, has_prompts=True, is_cut=True)
+        # Only large buckets have kernels for prompts of any length. Steps with prompts have `chosen`, so don't search
+        # small steps without it.
+        is_large = (bucket, 0, with_prompts) in self._graphs
+        may_be_cut = (is_large or chosen is not None) and (bucket, 0, cut) in self._graphs
+        if not is_large and not may_be_cut:
             return kind
-        cut = with_prompts._replace(is_cut=True)
-        if (bucket, 0, cut) in self._graphs and is_uneven(rows, self.forward.weights.config, self.limits):
-            return cut
         tables = rows["table"]
-        if not (tables[1:] == tables[:-1]).any():
+        begins = tables[1:] != tables[:-1]
+        # Small steps have attention in parts already, so cut them only if their rows share what they read.
+        least_shared = 1 if is_large else LEAST_SHARED
+        if may_be_cut and self._uneven.are_in(rows["position"], begins, least_shared):
+            return cut
+        if not is_large or begins.all():
             return kind
         if chosen is None or guidance is not None:
             return with_prompts

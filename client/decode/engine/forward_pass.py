@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
@@ -21,7 +22,7 @@ from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A, grid_of, linear_grid, tile_of, tiles_of
 from gpulease.client.decode.model_config import Experts, ModelConfig
-from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, Rows, mask_words
+from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
@@ -65,6 +66,12 @@ MIN_CUT_POSITIONS: Final = 3072
 
 UNEVENNESS: Final = 1
 """A step's attention is cut into spans only if its longest tile is longer than this multiple of an equal share."""
+
+LEAST_SHARED: Final = 1.5
+"""A step of few rows is cut into spans only if its rows have at least this many times as many positions as its tiles.
+
+Otherwise each row reads its sequence in parts, which takes less time than a tile of one row. (H200, Llama-3.2-1B's
+shape, 32,000 positions: 0.29 ms for each row in parts, 0.28 ms for each tile and 0.07 ms for each of its rows.)"""
 
 WHOLE_SPLITS: Final = 16
 """Maximum number of splits of a tile that is not cut into spans. Computing this many in one program takes little longer
@@ -195,27 +202,53 @@ class StepLimits:
         return -(-self.positions // manifest().split)
 
 
-def is_uneven(rows: Rows, config: ModelConfig, limits: StepLimits) -> bool:
-    """Return whether a step of these rows is faster if the attention of long sequences is cut into spans.
+@dataclass(frozen=True, slots=True)
+class UnevenTiles:
+    """Decides for a model and its buffers whether a step's attention is cut into spans.
 
-    It is faster if the longest tile takes longer than an equal share of all tiles, and there is room for the parts of
-    all long tiles. The results have the same bits.
+    Attributes:
+        tile_rows: Maximum number of rows of a tile of a prompt.
+        share: Maximum fraction of all tiles' positions that the longest tile may have in a step that is not cut.
+        places: Number of parts of cut tiles for which there is room.
     """
-    positions, tables, tile_rows = rows["position"], rows["table"], _tile_rows(config)
-    longest = int(positions.max())
-    if longest < MIN_CUT_POSITIONS:
-        return False
-    # The last row of each tile is its longest.
-    is_last = np.arange(1, len(rows) + 1) % tile_rows == 0
-    is_last[-1] = True
-    is_last[:-1] |= tables[1:] != tables[:-1]
-    ends = np.flatnonzero(is_last)
-    lengths = positions[ends] + 1
-    if longest <= UNEVENNESS * int(lengths.sum()) * config.key_heads / MAX_PROGRAMS:
-        return False
-    splits = -(-lengths // manifest().split)
-    parts = np.diff(ends, prepend=-1) * splits
-    return int(parts[splits > WHOLE_SPLITS].sum()) <= _places(config, limits)
+
+    tile_rows: int
+    share: float
+    places: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, limits: StepLimits) -> Self:
+        return cls(_tile_rows(config), UNEVENNESS * config.key_heads / MAX_PROGRAMS, _places(config, limits))
+
+    def are_in(self, positions: "NDArray[np.int32]", begins: "NDArray[np.bool_]", least_shared: float = 1) -> bool:
+        """Return whether a step is faster if the attention of long sequences is cut into spans.
+
+        It is faster if the longest tile takes longer than an equal share of all tiles, and there is room for the parts
+        of all long tiles. The results have the same bits.
+
+        Args:
+            positions: The position of each row.
+            begins: For each row but the first, whether it belongs to another sequence than the row before it.
+            least_shared: How many times as many positions the rows must have as their tiles.
+        """
+        longest = int(positions.max())
+        if longest < MIN_CUT_POSITIONS:
+            return False
+        rows: NDArray[np.intp] | None = None
+        read_by_rows = int(positions.sum())
+        # The last row of each tile is its longest. Without prompts, each row is a tile.
+        if not begins.all():
+            is_last = np.append(begins, True)
+            is_last[self.tile_rows - 1 :: self.tile_rows] = True
+            ends = is_last.nonzero()[0]
+            positions, rows = positions[ends], np.diff(ends, prepend=-1)
+        read_by_tiles = int(positions.sum())
+        if longest <= self.share * (read_by_tiles + len(positions)) or read_by_rows < least_shared * read_by_tiles:
+            return False
+        # The number of splits, less one.
+        more = positions // manifest().split
+        parts = more + 1 if rows is None else rows * (more + 1)
+        return int(parts[more >= WHOLE_SPLITS].sum()) <= self.places
 
 
 def block_bytes(config: ModelConfig) -> int:
@@ -304,7 +337,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
 
 def excess_launches(config: ModelConfig, limits: StepLimits) -> int:
     """Return by how many launches a model's graphs, for one of the steps in flight, exceed MAX_RECORDED_LAUNCHES."""
-    return max(0, _graphs(config, limits, ()) * _most_launches(config, limits) - MAX_RECORDED_LAUNCHES)
+    return max(0, _recorded_launches(config, limits, ()) - MAX_RECORDED_LAUNCHES)
 
 
 class ForwardPass:
@@ -375,8 +408,6 @@ class ForwardPass:
         # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        # Compute this property in a thread: it counts all launches of a step, milliseconds of work for many layers.
-        await asyncio.to_thread(lambda: self._computes_few_logits)
         # Each shape and number of rows has its own kernel: load all that any bucket uses, before recording graphs.
         for rows in buckets_of(self.limits.max_rows):
             for kind in self.kinds(rows):
@@ -389,9 +420,10 @@ class ForwardPass:
 
     @cached_property
     def _computes_few_logits(self) -> bool:
-        longest = StepKind(is_cut=_cuts_spans(self.weights.config, self.limits))
-        launches = len(list(self.launches(self.limits.max_rows, longest)))
-        return _graphs(self.weights.config, self.limits, HEAD_ROWS) * launches <= MAX_RECORDED_LAUNCHES
+        config = self.weights.config
+        dense = [layer for index, layer in enumerate(self.weights.layers) if config.experts_of(index) is None]
+        gates = sum(not _is_fused(layer.gate_up) for layer in dense)
+        return _recorded_launches(config, self.limits, HEAD_ROWS, gates) <= MAX_RECORDED_LAUNCHES
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
         """Launch or record the kernels of a step of `rows` rows, which turn the buffer `rows` into `results`."""
@@ -556,8 +588,7 @@ class ForwardPass:
         """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""
         b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
         gate = self.weights.config.gate
-        if gate_up.layout is Layout.BF16 and splits == 1:
-            # Without parts the products are final, so the gate can be applied before they are written.
+        if _is_fused(gate_up):
             name = tile_of(f"linear_{gate}_bf16", self.target, rows, inner, 1)
             (plane,) = gate_up.planes
             shape = {"R": rows, "F": inner, "K": gate_up.columns}
@@ -613,22 +644,37 @@ class ForwardPass:
 
 def _kinds(rows: int, config: ModelConfig, limits: StepLimits, few: Iterable[int]) -> list[StepKind]:
     """Return the kinds of steps of `rows` rows, if steps with prompts may compute the head for only `few` rows."""
+    cuts_spans = _cuts_spans(config, limits) and rows <= manifest().kernels["cut_spans"].constants["LANES"]
     if rows <= _split_rows(rows, config):
-        return [StepKind(is_guided) for is_guided in (False, True)]
+        kinds = [StepKind(is_guided) for is_guided in (False, True)]
+        # In a tile of a long prompt, rows share the keys and values that they read. Smaller steps would save
+        # less than a graph costs.
+        return kinds + [StepKind(has_prompts=True, is_cut=True)] * (cuts_spans and rows >= 2 * _tile_rows(config))
     kinds = [StepKind(*flags) for flags in product((False, True), (False, True))]
-    if _cuts_spans(config, limits) and rows <= manifest().kernels["cut_spans"].constants["LANES"]:
+    if cuts_spans:
         kinds += [StepKind(is_guided, has_prompts=True, is_cut=True) for is_guided in (False, True)]
     # Only prompts have rows without logits. Guided steps are too rare to have such graphs.
     return kinds + [StepKind(False, True, head_rows) for head_rows in few if head_rows < rows]
 
 
-def _graphs(config: ModelConfig, limits: StepLimits, few: Iterable[int]) -> int:
-    """Return the number of graphs in one set, if steps with prompts may compute the head for only `few` rows."""
-    return sum(len(_kinds(rows, config, limits, few)) for rows in buckets_of(limits.max_rows))
+def _recorded_launches(config: ModelConfig, limits: StepLimits, few: Iterable[int], gates: int | None = None) -> int:
+    """Return the number of launches in one set of graphs, if steps with prompts may compute the head for `few` rows.
+
+    `gates` is the number of layers whose gate is a separate launch. If it is None, this is the maximum number of
+    launches for any layout of the weights.
+    """
+    full = sum(config.window(layer, limits.positions) is None for layer in range(config.layers))
+    with_experts = sum(config.experts_of(layer) is not None for layer in range(config.layers))
+    # In each layer the norm, qkv and its rotation, the output, the second norm, and the feed-forward part: 2, or 5 with
+    # experts. Beyond the layers the embedding, the norm and the head.
+    gates = config.layers - with_experts if gates is None else gates
+    common = 3 + 7 * config.layers + 3 * with_experts + gates
+    graphs = [(rows, kind) for rows in buckets_of(limits.max_rows) for kind in _kinds(rows, config, limits, few)]
+    return sum(common + _varying_launches(config, limits, rows, kind, full) for rows, kind in graphs)
 
 
 def _cuts_spans(config: ModelConfig, limits: StepLimits) -> bool:
-    """Return whether steps of many rows may have tiles that are long enough to be cut."""
+    """Return whether some steps' attention may be cut into spans: those of many rows, and those of long prompts."""
     if limits.positions <= MIN_CUT_POSITIONS or limits.max_rows <= _split_rows(limits.max_rows, config):
         return False
     return any(config.window(layer, limits.positions) is None for layer in range(config.layers))
@@ -653,13 +699,12 @@ def _tile_rows(config: ModelConfig) -> int:
     return lanes // (config.heads // config.key_heads)
 
 
-def _most_launches(config: ModelConfig, limits: StepLimits) -> int:
-    """Return the maximum number of launches of a step (`ForwardPass.launches`)."""
-    # Each layer has 4 launches for qkv, rotation and attention in parts (5 if attention is cut into spans), 1 for the
-    # output, 2 norms, and 3 for the feed-forward part (5 with experts). In addition: the embedding, the cutting into
-    # spans, the last norm, the head, and the 4 that choose tokens in a guided step.
-    attention, rest = 7 + _cuts_spans(config, limits), 8
-    return sum(attention + (5 if config.experts_of(layer) else 3) for layer in range(config.layers)) + rest
+def _varying_launches(config: ModelConfig, limits: StepLimits, rows: int, kind: StepKind, full: int) -> int:
+    """Return how many launches a step has for attention, spans and tokens, if `full` layers see all positions."""
+    # Attention in one launch or, if it is cut, in two; with spans in three, in layers without a window.
+    attention = 1 if limits.splits == 1 or rows > _split_rows(rows, config) else 2
+    more = 1 + (3 - attention) * full if kind.is_cut else 0
+    return config.layers * attention + more + (4 if kind.is_guided else 2)
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:
@@ -704,6 +749,12 @@ def _norm_name(kind: str, config: ModelConfig) -> str:
 def _splits(linear: Linear) -> int:
     """Return the number of parts that a linear's sums are cut into."""
     return parts_of(linear.rows, linear.columns)[0]
+
+
+def _is_fused(gate_up: Linear) -> bool:
+    """Whether a gate is applied to the sums of its linear before they are written."""
+    # Without parts, they are final.
+    return gate_up.layout is Layout.BF16 and _splits(gate_up) == 1
 
 
 def _planes(facts: ManifestKernel) -> tuple[str, ...]:

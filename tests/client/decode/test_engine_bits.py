@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from gpulease.client.decode.checkpoint import RandomCheckpoint, open_model
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine import forward_pass
-from gpulease.client.decode.engine.engine import UNSET
-from gpulease.client.decode.engine.forward_pass import StepLimits, parts_of
+from gpulease.client.decode.engine.engine import UNSET, DecodeEngine
+from gpulease.client.decode.engine.forward_pass import StepKind, StepLimits, parts_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, manifest
 from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.row_records import Rows
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
 from helpers.decode.mixed_schedules import schedules
@@ -184,6 +186,31 @@ def test_spans_of_several_splits_have_the_bits_that_their_rows_have_alone(
         steps = chunked(seat, len(lines[0]), 15, is_awaited=True)
         rig.mix(lines, [MixedStep((*step.rows, (beside, at % len(lines[1]))), True) for at, step in enumerate(steps)])
     assert "combine_spans_32" in launched
+
+
+def test_long_prompts_in_small_steps_have_the_bits_that_their_rows_have_alone(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    """A prompt in chunks of 31 rows, next to a sequence that decodes. Steps of up to 16 rows are not cut."""
+    cut_everything(monkeypatch)
+    monkeypatch.setattr(forward_pass, "_split_rows", lambda rows, config: min(rows, 32))
+    kinds, kind_of = set(), DecodeEngine._kind_of
+
+    def noted(engine: DecodeEngine, bucket: int, rows: Rows, *_: Any) -> StepKind:
+        # As in a decoder, where steps with prompts say which results are used.
+        kind = kind_of(engine, bucket, rows, None, np.arange(len(rows)))
+        kinds.add((bucket, kind))
+        return kind
+
+    monkeypatch.setattr(DecodeEngine, "_kind_of", noted)
+    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(33, TABLES, 160)) as rig:
+        lines = rig.run(lambda rig: rig.lines([LONG, SHAPES[0]]))
+        seat, beside = Seat(0, 1, 4, tuple(range(11, -1, -1))), Seat(1, 0, 0, (3,))
+        steps = chunked(seat, len(lines[0]), 31, is_awaited=True)
+        steps = [MixedStep((*step.rows, (beside, at % len(lines[1]))), True) for at, step in enumerate(steps)]
+        rig.mix(lines, steps)
+    assert (32, StepKind(has_prompts=True, is_cut=True)) in kinds
+    assert all(bucket == 32 for bucket, kind in kinds if kind.is_cut)
 
 
 @pytest.mark.parametrize("method", ["awq", pytest.param("fp8", marks=pytest.mark.exhaustive)])

@@ -1,6 +1,7 @@
 """A step's kernels read and write only their own rows' places in the tenants' regions."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,17 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.checkpoint import RandomCheckpoint, load_weights
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.engine import MAX_STEPS, lease_bytes
 from gpulease.client.decode.engine.forward_pass import (
+    HEAD_ROWS,
     LAUNCH_BYTES,
+    LEAST_SHARED,
     MAX_PROGRAMS,
     MAX_SPLITS,
     ForwardPass,
     StepKind,
     StepLimits,
+    UnevenTiles,
     block_bytes,
     buckets_of,
     buffer_sizes,
@@ -30,9 +34,10 @@ from gpulease.client.decode.engine.forward_pass import (
     layer_bytes,
     parts_of,
 )
+from gpulease.client.decode.model_config import Gate, ModelConfig
 from gpulease.client.decode.row_records import PAGE, ROW, Results, Rows
 from helpers.decode.engine_rig import BLOCKS, GREEDY, EngineRig, RunningRig, Seat
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import EXPERTS, GEMMA, GEMMA_IN_PARTS, TINY
 
 BLOCK = block_bytes(TINY)
 NAN = b"\xff\xff"
@@ -220,12 +225,52 @@ def test_a_model_with_many_launches_has_no_graphs_for_fewer_logits(
     tiny: RunningRig, monkeypatch: pytest.MonkeyPatch, excess: int
 ) -> None:
     async def part(rig: EngineRig) -> None:
-        forward, most = rig.engine.forward, rig.engine.limits.max_rows
-        recorded = sum(len(forward.kinds(rows)) for rows in buckets_of(most)) * len(list(forward.launches(most)))
+        forward = rig.engine.forward
+        graphs = [(rows, kind) for rows in buckets_of(forward.limits.max_rows) for kind in forward.kinds(rows)]
+        recorded = sum(len(list(forward.launches(rows, kind))) for rows, kind in graphs)
         monkeypatch.setattr(forward_pass, "MAX_RECORDED_LAUNCHES", recorded - excess)
         other = ForwardPass(rig.engine.session, forward.weights, forward.limits)
         monkeypatch.setattr(other, "_buffers", forward._buffers)
         assert [kind.head_rows for kind in other.kinds(256)] == [None] * 4 + [64] * (1 - excess)
+
+    tiny.run(part)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(TINY, id="tiny"),
+        pytest.param(GEMMA, id="windows"),
+        pytest.param(GEMMA_IN_PARTS, id="windows and sums in parts"),
+        pytest.param(EXPERTS, id="experts"),
+    ],
+)
+def test_as_many_launches_are_counted_as_the_graphs_have(
+    tiny: RunningRig, monkeypatch: pytest.MonkeyPatch, config: ModelConfig
+) -> None:
+    """Of sequences that may be long: some steps are cut into spans, in buckets of any size."""
+
+    async def part(rig: EngineRig) -> None:
+        limits, session = StepLimits(512, 4, 8000), rig.engine.session
+        weights = await load_weights(session, RandomCheckpoint(config, 1), positions=160)
+        forward = ForwardPass(session, weights, limits)
+        monkeypatch.setattr(forward, "_buffers", defaultdict(lambda: rig.engine.forward.rows))
+        graphs = [(rows, kind) for rows in buckets_of(limits.max_rows) for kind in forward.kinds(rows)]
+        assert {32, 64, 128, 256, 384, 512} <= {rows for rows, kind in graphs if kind.is_cut}
+        recorded = sum(len(list(forward.launches(rows, kind))) for rows, kind in graphs)
+        gates = sum(launch.name in set(Gate) for launch in forward.launches(1))
+        assert forward_pass._recorded_launches(config, limits, HEAD_ROWS, gates) == recorded
+        assert forward_pass._recorded_launches(config, limits, HEAD_ROWS) >= recorded
+
+    tiny.run(part)
+
+
+def test_small_steps_have_kernels_for_long_prompts_alone(tiny: RunningRig) -> None:
+    async def part(rig: EngineRig) -> None:
+        forward = ForwardPass(rig.engine.session, rig.engine.forward.weights, StepLimits(256, 4, 8000))
+        # A tile of this model has 16 rows.
+        plain, cut = [StepKind(False), StepKind(True)], StepKind(has_prompts=True, is_cut=True)
+        assert [forward.kinds(rows) for rows in (16, 32, 128)] == [plain, [*plain, cut], [*plain, cut]]
 
     tiny.run(part)
 
@@ -250,7 +295,7 @@ def test_the_lease_counts_the_launches_of_graphs_beyond_those_that_need_no_room(
 
 
 def test_a_model_of_many_layers_needs_a_larger_lease_for_its_graphs() -> None:
-    """Llama-3.1-70B's layers and heads: 888 launches in each of 18 graphs."""
+    """Llama-3.1-70B's layers and heads: over 800 launches in each of 21 graphs."""
     config = replace(TINY, layers=80, heads=64, key_heads=8)
     assert excess_launches(config, StepLimits(64, 64, 4096)) > 0
     assert excess_launches(replace(config, layers=32), StepLimits(64, 64, 4096)) == 0
@@ -311,7 +356,29 @@ LLAMA_3B: Final = replace(TINY, heads=24, key_heads=8)
 def test_steps_are_cut_into_spans_if_few_of_their_sequences_are_far_longer(
     rows: list[tuple[int, int]], is_uneven: bool
 ) -> None:
-    assert forward_pass.is_uneven(uneven_rows(*rows), LLAMA_3B, StepLimits(512, 64, 40_000)) == is_uneven
+    of_step = uneven_rows(*rows)
+    begins = of_step["table"][1:] != of_step["table"][:-1]
+    tiles = UnevenTiles.of(LLAMA_3B, StepLimits(512, 64, 40_000))
+    assert tiles.are_in(of_step["position"], begins) == is_uneven
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_cut"),
+    [
+        pytest.param([(1, 31_000)] * 7, False, id="none of a prompt"),
+        pytest.param([(1, 31_000)] * 7 + [(2, 31_000)], False, id="few of a prompt"),
+        pytest.param([(1, 31_000)] * 7 + [(9, 31_000)], True, id="as many of a prompt"),
+        pytest.param([(1, 128)] * 20 + [(2, 31_000)], True, id="few of the only long prompt"),
+        pytest.param([(16, 2000)], False, id="not long enough"),
+    ],
+)
+def test_small_steps_are_cut_into_spans_if_their_rows_share_what_they_read(
+    rows: list[tuple[int, int]], is_cut: bool
+) -> None:
+    of_step = uneven_rows(*rows)
+    begins = of_step["table"][1:] != of_step["table"][:-1]
+    tiles = UnevenTiles.of(LLAMA_3B, StepLimits(512, 64, 40_000))
+    assert tiles.are_in(of_step["position"], begins, LEAST_SHARED) == is_cut
 
 
 def test_buffers_that_kernels_can_t_index_are_refused() -> None:
