@@ -5,25 +5,32 @@ image is parsed, translated and perhaps refused when it is loaded, and each part
 compressed to a fifth: it is some seven times as long as the code that it becomes.
 
 Most kernels that are launched run only for a moment. So a part is first compiled in a fraction of the time
-(`Effort.FIRST`), and again with its own effort once one of its kernels has run for long (`CpuKernel.entry_for`). Both
+(`FIRST_EFFORTS`), and again with its own effort once one of its kernels has run for long (`CpuKernel.entry_for`). Both
 codes compute the same bits.
 """
 
 import hashlib
 import zlib
+from collections.abc import Mapping
+from typing import Final
 
 from gpulease.daemon import ptx
 from gpulease.daemon.drivers.interface import LaunchRejected
 from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.native.compiler import BadIr, Effort, NativeCode, emit_object, load_object
-from gpulease.daemon.ptx.limits import FIRST_CODE_NS, FIRST_CODE_NS_PER_BYTE
+from gpulease.daemon.ptx.limits import FIRST_CODE_NS, FIRST_CODE_NS_PER_BYTE, FIRST_CODE_NS_PER_SIMPLIFIED_BYTE
 from gpulease.protocol.fast_dataclass import dataclass
 
 # zlib's fastest level: the default level makes IR a sixth smaller and takes three times as long.
 _COMPRESSION = 1
 
-# Efforts that take several times as long as `Effort.FIRST`. The others are for code that is too long for these passes.
-_OPTIMISED = (Effort.FULL, Effort.FEW)
+FIRST_EFFORTS: Final[Mapping[Effort, Effort]] = {
+    Effort.FULL: Effort.FIRST,
+    Effort.FEW: Effort.FIRST,
+    # As with its own effort, nothing is inlined: the code is long.
+    Effort.SOME: Effort.LEAST,
+}
+"""The effort of a part's first code, by its own effort, which takes several times as long. Other parts have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class PartSource:
         effort: The value of its Effort.
         key: The key under which its object code is kept for other processes.
         packed: Its IR, compressed.
-        is_once: Whether it is compiled once, with its effort. Otherwise it is compiled with `Effort.FIRST` before.
+        is_once: Whether it is compiled once, with its effort. Otherwise it has first code before.
     """
 
     effort: str
@@ -46,12 +53,17 @@ class PartSource:
     def of(cls, text: str, effort: Effort, *, is_once: bool) -> "PartSource":
         data = text.encode()
         key = key_of(b"part " + effort.value.encode(), data, ptx)
-        return cls(effort.value, key, zlib.compress(data, _COMPRESSION), is_once or effort not in _OPTIMISED)
+        return cls(effort.value, key, zlib.compress(data, _COMPRESSION), is_once or effort not in FIRST_EFFORTS)
+
+    @property
+    def first_effort(self) -> Effort:
+        """The effort of its first code. Raises KeyError if it has none."""
+        return FIRST_EFFORTS[Effort(self.effort)]
 
     @property
     def first_key(self) -> bytes:
-        """The key of the object code of `Effort.FIRST`."""
-        return hashlib.sha256(Effort.FIRST.value.encode() + self.key).digest()
+        """The key of its first code."""
+        return hashlib.sha256(self.first_effort.value.encode() + self.key).digest()
 
 
 def compile_source(source: PartSource, effort: Effort | None = None) -> bytes:
@@ -76,7 +88,9 @@ class PartCode:
         self._first: NativeCode | None = None
         self._optimised: NativeCode | None = None
         self.size_bytes = len(source.packed)
-        self.first_code_ns = max(FIRST_CODE_NS, FIRST_CODE_NS_PER_BYTE * self.size_bytes)
+        is_simplified = source.effort == Effort.SOME.value
+        per_byte = FIRST_CODE_NS_PER_SIMPLIFIED_BYTE if is_simplified else FIRST_CODE_NS_PER_BYTE
+        self.first_code_ns = max(FIRST_CODE_NS, per_byte * self.size_bytes)
 
     @property
     def is_compiled(self) -> bool:
@@ -110,7 +124,7 @@ class PartCode:
         if self._first is None:
             data = read_kept(self._source.first_key)
             if data is None:
-                data = compile_source(self._source, Effort.FIRST)
+                data = compile_source(self._source, self._source.first_effort)
                 keep(self._source.first_key, data)
             self._first = self._load(data)
         return self._first

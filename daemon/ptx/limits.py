@@ -89,9 +89,11 @@ MAX_OPTIMISED_LINES = 200_000
 # A kernel is compiled in a fraction of the time at first, and optimised before the launch that follows this time in its
 # first code, which takes up to four times as long. Optimising takes about as long as this: a kernel that needs it has
 # cost at most twice as much as if that had been known. The second is for each byte of compressed IR: kernels of 58 to
-# 300 KB took 12 to 50 us a byte on a busy host, half of that on an idle one.
+# 300 KB took 12 to 50 us a byte on a busy host, half of that on an idle one. The third is for those that are only
+# simplified: kernels of 350 to 880 KB took 5 to 12 us a byte on a busy host.
 FIRST_CODE_NS = 100_000_000
 FIRST_CODE_NS_PER_BYTE = 25_000
+FIRST_CODE_NS_PER_SIMPLIFIED_BYTE = 7_000
 
 # Threads of a launch for which a kernel is optimised at once: a million threads in the first code would take as long.
 MAX_FIRST_CODE_THREADS = 1 << 20

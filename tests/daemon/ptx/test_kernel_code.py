@@ -12,6 +12,7 @@ from gpulease.daemon.ptx import image, kernel_code
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.kernel_code import PartCode, PartSource
 from gpulease.daemon.ptx.limits import MAX_FIRST_CODE_THREADS
+from gpulease.daemon.ptx.translate import module
 
 ONE = (1, 1, 1)
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
@@ -112,6 +113,29 @@ def test_a_kernel_is_optimised_before_the_launch_that_follows_long_runs(
     for _ in range(2):
         assert run(context, kernel) == 5
         assert compiled == [Effort.FIRST, Effort.FEW]
+    assert kernel.running.first_code_ns == 0
+
+
+@pytest.mark.parametrize(("simplified", "efforts"), [(1024, [Effort.LEAST, Effort.SOME]), (0, [Effort.LEAST])])
+def test_a_kernel_of_many_accesses_is_simplified_after_long_runs(
+    context: CpuContext,
+    compiled: list[Effort],
+    monkeypatch: pytest.MonkeyPatch,
+    simplified: int,
+    efforts: list[Effort],
+) -> None:
+    """One of more accesses than are simplified keeps its code."""
+    monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    monkeypatch.setattr(module, "MAX_OPTIMISED_ACCESSES", 0)
+    monkeypatch.setattr(module, "MAX_SIMPLIFIED_ACCESSES", simplified)
+    kernel = context.module_load((HEAD + storing("k", 5)).encode()).kernels["k"]
+    assert run(context, kernel) == 5
+    assert compiled == [Effort.LEAST]
+    assert (kernel.running.first_code_ns > 0) == (len(efforts) > 1)
+    if kernel.running.first_code_ns:
+        kernel.running.first_code_ns = -1
+    assert run(context, kernel) == 5
+    assert compiled == efforts
     assert kernel.running.first_code_ns == 0
 
 
