@@ -879,11 +879,9 @@ class Recycling:
     max_leases: int = 1000
     # Stops a tenant that frees many leases at once from leaving a process for each.
     max_idle: int = 16
-    # Stops a kernel that keeps running, or a worker that hangs, from keeping the slice.
-    scrub_timeout_ms: int = 500
 
     def __post_init__(self) -> None:
-        if min(self.idle_s, self.max_leases, self.max_idle, self.scrub_timeout_ms) < 1:
+        if min(self.idle_s, self.max_leases, self.max_idle) < 1:
             raise ValueError(f"Every bound of recycling must be at least 1: {self!r}.")
 
 

@@ -5,6 +5,8 @@ step is taken once, even if events come twice, late or out of order. No step wai
 recycled is not killed: it is scrubbed during the grace period. If the scrub is not proved by then, it is killed.
 """
 
+from typing import Final
+
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import (
@@ -29,6 +31,10 @@ from gpulease.daemon.leases.submits import Submits
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
+
+SCRUB_TIMEOUT_MS: Final = 500
+"""Milliseconds after which a worker is killed if its scrub is not proved. Stops a kernel that keeps running, or a
+worker that hangs, from keeping the slice."""
 
 
 def timer_due_ns(lease: Lease, kind: TimerKind) -> int | None:
@@ -130,15 +136,14 @@ class Teardown:
 
     def _grace_ns(self, lease: Lease, cause: Cause, effects: list[Effect]) -> int:
         """Return the time until the kill in nanoseconds; if the context may be recycled, order a scrub first."""
-        recycling = self._store.recycling
         # Only a tenant's own free may be followed by a scrub: after any other end something may be wrong with the
         # session.
-        if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
+        if cause is not Cause.FREED or not self._store.may_recycle(lease):
             return self._store.limits.grace_ns(cause)
         # The scrub uses the grace period: the tenant has freed the lease, so none of its work is in flight.
         lease.is_scrubbing = True
         effects.append(ScrubWorker(lease.lease_id))
-        return recycling.scrub_timeout_ms * NS_PER_MS
+        return SCRUB_TIMEOUT_MS * NS_PER_MS
 
     def give_up_scrub(self, lease: Lease | None, now_ns: int, effects: list[Effect]) -> None:
         """Kill the worker of a lease that was to be scrubbed, because something is in doubt."""

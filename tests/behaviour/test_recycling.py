@@ -20,23 +20,24 @@ from gpulease.client import (
     SyncFailed,
     my_audience,
 )
+from gpulease.client.sync.driver import ask
 from gpulease.client.verify.claims import SECRET_BYTES, send_and_fetch
 from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
 from gpulease.client.verify.memory_search import count_in_process
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
-from gpulease.protocol.messages import CapabilityPresent
+from gpulease.protocol.messages import CapabilityPresent, Empty
 from helpers import audit_log
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, check_main_job, start_endless, start_stray_store
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running, stop_process
 from helpers.raw_peer import RawPeer
+from helpers.recycling import PATIENT, SETTINGS, SLOW_SCRUBS, wait_until_full
 from helpers.waiting import PATIENCE_S, wait_until
 from helpers.working import working
 
 MIB = 1 << 20
-SETTINGS = 'warm_contexts = 1\nrecycle = "same-tenant"\n'
 SIZES = (32, 100, 1000, 5000, 70_000, 300_000, 2 * MIB)
 
 
@@ -44,13 +45,9 @@ def card(daemon: Daemon) -> dict[str, int]:
     return dict(daemon.inventory().details[0])
 
 
-def wait_until_full(daemon: Daemon) -> None:
-    wait_until(lambda: card(daemon)["warm_contexts"] == 1, "the pool is full", seen=lambda: card(daemon))
-
-
 @pytest.fixture
 def recycling(start_daemon: Callable[..., Daemon]) -> Daemon:
-    daemon = start_daemon(config=SETTINGS)
+    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
     wait_until_full(daemon)
     return daemon
 
@@ -172,7 +169,7 @@ def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], 
 @pytest.mark.exhaustive
 def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..., Daemon]) -> None:
     """The context is not used again, because the lease's tenant may still be using it."""
-    daemon = start_daemon(config=SETTINGS, tcp=True)
+    daemon = start_daemon(config=SETTINGS, tcp=True, faults=PATIENT)
     wait_until_full(daemon)
     lease = daemon.builder().acquire()
     pid = daemon.worker_pid(lease.lease_id)
@@ -186,7 +183,7 @@ def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..
 @pytest.mark.exhaustive
 def test_a_card_that_shows_more_than_before(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     inflated = tmp_path / "inflated"
-    daemon = start_daemon(config=SETTINGS, faults=Faults(inflate_while=inflated))
+    daemon = start_daemon(config=SETTINGS, faults=Faults(constants=SLOW_SCRUBS, inflate_while=inflated))
     wait_until_full(daemon)
     lease = daemon.builder().acquire()
     inflated.touch()
@@ -196,25 +193,34 @@ def test_a_card_that_shows_more_than_before(start_daemon: Callable[..., Daemon],
 
 
 @pytest.mark.exhaustive
-def test_it_ends_when_nobody_comes_back_and_others_never_get_it(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SETTINGS + "recycle_idle_s = 1\n", tcp=True)
+def test_it_ends_if_its_tenant_does_not_return(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS.replace("600", "1"), faults=PATIENT)
+    wait_until_full(daemon)
+    pid = freed(daemon, daemon.builder().acquire())
+    wait_until(lambda: not is_running(pid), "it has ended")
+    wait_until(lambda: card(daemon)["recycled_contexts"] == 0, "it is not counted any more")
+    metrics = ask(Opcode.METRICS, Empty(), daemon.address).exposition.splitlines()
+    (recycled,) = [line for line in metrics if line.startswith("gpulease_warm_contexts_recycled_total{")]
+    assert recycled.endswith(" 1.0")
+
+
+@pytest.mark.exhaustive
+def test_another_tenant_never_gets_it(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS, tcp=True, faults=PATIENT)
     wait_until_full(daemon)
     pid = freed(daemon, daemon.builder().acquire())
     lease = GpuBuilder(daemon.tcp_address).min_vram(MIB).lease_secs(60).acquire()
-    stranger = GpuSession(lease)
+    GpuSession(lease).close()
     assert is_running(pid)
-    assert daemon.worker_pid(lease.lease_id) != pid
     others = daemon.worker_pid(lease.lease_id)
-    stranger.close()
+    assert others != pid
     # A context of an unauthenticated peer is never used again, not even for the same peer.
     lease.free()
     assert not is_running(others)
-    wait_until(lambda: not is_running(pid), "it has ended")
-    wait_until(lambda: card(daemon)["recycled_contexts"] == 0, "nobody counts it")
 
 
 def test_each_lease_has_its_records(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
-    daemon = start_daemon(config=audit_log.config(tmp_path / "audit") + SETTINGS)
+    daemon = start_daemon(config=audit_log.config(tmp_path / "audit") + SETTINGS, faults=PATIENT)
     wait_until_full(daemon)
     pids = {freed(daemon, daemon.builder().acquire()) for _ in range(3)}
     assert len(pids) == 1
@@ -228,14 +234,14 @@ def test_each_lease_has_its_records(start_daemon: Callable[..., Daemon], tmp_pat
 
 @pytest.mark.exhaustive
 def test_a_lease_on_one_survives_the_broker(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting(config=SETTINGS)
+    lasting = start_lasting(config=SETTINGS, faults=PATIENT)
     wait_until_full(lasting.now)
     pid = freed(lasting.now, lasting.now.builder().acquire())
     with lasting.now.builder(seconds=30).acquire() as lease, working(lease) as work:
         assert lasting.worker_pid(lease.lease_id) == pid
         lasting.kill()
         work.check_goes_on()
-        lasting.start()
+        lasting.start(PATIENT)
         work.check_goes_on()
         lease.renew(60)
         assert lasting.now.query(lease.lease_id)["state"] == "active"

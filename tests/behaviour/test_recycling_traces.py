@@ -8,16 +8,16 @@ import pytest
 from gpulease.client import GpuSession
 from gpulease.client.verify.memory_search import count_in_process
 from helpers.daemon import Daemon
+from helpers.recycling import PATIENT, SETTINGS, wait_until_full
 from helpers.secret_ways import WAYS
-from helpers.waiting import wait_until
 
 MIB = 1 << 20
 
 
 @pytest.mark.exhaustive
 def test_nothing_is_left(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config='warm_contexts = 1\nrecycle = "same-tenant"\n')
-    wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == 1, "the pool is full")
+    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
+    wait_until_full(daemon)
     pids = set()
     for way, leave in WAYS.items():
         lease = daemon.builder(16 * MIB).acquire()

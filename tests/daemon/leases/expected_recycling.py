@@ -16,7 +16,7 @@ from gpulease.daemon.leases import (
 if TYPE_CHECKING:
     from .simulated import Shell
 
-RECYCLING: Final = Recycling(idle_s=2, max_leases=3, max_idle=2, scrub_timeout_ms=400)
+RECYCLING: Final = Recycling(idle_s=2, max_leases=3, max_idle=2)
 
 
 class ExpectedRecycling:

@@ -44,12 +44,13 @@ from gpulease.daemon.leases import (
     WorkerScrubbed,
 )
 from gpulease.daemon.leases.quotas import TenantRules
+from gpulease.daemon.leases.teardown import SCRUB_TIMEOUT_MS
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import MS, OVERHEAD, S, armed, card, denied, kinds, one, placed
 from .test_warm_pool import WARM, PoolScenario, killed
 
-BOUNDS = Recycling(idle_s=5, max_leases=3, max_idle=2, scrub_timeout_ms=500)
+BOUNDS = Recycling(idle_s=5, max_leases=3, max_idle=2)
 FIRST = WARM + 1
 """The number of the first context that comes back, where the pool is to have one."""
 
@@ -77,7 +78,7 @@ def test_a_context_serves_its_tenants_next_lease() -> None:
     freed = s.free(1)
     assert kinds(freed)[1] is ScrubWorker
     assert killed(freed) == []
-    assert armed(freed, TimerKind.GRACE).due_ns == s.now_ns + BOUNDS.scrub_timeout_ms * MS
+    assert armed(freed, TimerKind.GRACE).due_ns == s.now_ns + SCRUB_TIMEOUT_MS * MS
     assert s.card().held_bytes == 70 + OVERHEAD
     scrubbed = s.do(WorkerScrubbed(1))
     assert kinds(scrubbed)[:3] == [RecycleWorker, FreeDone, LeaseEnded]
@@ -355,7 +356,7 @@ def test_a_lease_of_a_recycled_context_is_renewed_as_any() -> None:
     assert one(s.free(2), ScrubWorker).lease_id == 2
 
 
-@pytest.mark.parametrize("name", ["idle_s", "max_leases", "max_idle", "scrub_timeout_ms"])
+@pytest.mark.parametrize("name", ["idle_s", "max_leases", "max_idle"])
 def test_bounds(name: str) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Recycling(**{name: 0})

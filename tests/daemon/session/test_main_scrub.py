@@ -1,5 +1,6 @@
 """A scrub leaves nothing of a freed lease, or gives the reason why not."""
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -103,6 +104,17 @@ def test_what_the_driver_keeps(scene: Scene) -> None:
     scene.ledger.charge_kept(4096)
     with pytest.raises(NotScrubbed, match="keeps memory"):
         scene.scrub()
+
+
+def test_output_that_is_not_read_any_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr(main, "_STDERR", writer)
+    try:
+        os.close(reader)
+        with pytest.raises(NotScrubbed, match="more output than is logged of one process"):
+            scene.scrub()
+    finally:
+        os.close(writer)
 
 
 def test_memory_that_is_still_viewed(scene: Scene) -> None:
