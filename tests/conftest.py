@@ -22,12 +22,14 @@ import pytest
 
 from gpulease.client import GpuLease, GpuSession
 from gpulease.client.sync import idle_frees
+from gpulease.daemon.ptx import stream
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, Faults, lent, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
 from helpers.leaks import SHARED_FOLDERS, Holdings, check_for_leaks
+from helpers.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     # Import these for mypy only: the packages that they need may be missing where no test uses these fixtures.
@@ -216,6 +218,17 @@ def _no_lingering() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(idle_frees, "LINGER_S", 0.0)
         patch.setattr(idle_frees, "POLL_INTERVAL_S", 0.02)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_closes() -> Iterator[None]:
+    """Let a closed context wait for its last kernels for as long as a busy host takes to run them.
+
+    A worker process that gives up exits, so its threads end. In a test process they would remain.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "CLOSE_WAIT_S", PATIENCE_S)
         yield
 
 
