@@ -36,6 +36,7 @@ _DECODE_ROOMS: Final = {
 """Modules of the decode engine that were in its only folder, by the folder where they are now."""
 
 MOVED: Final = {
+    "gpulease.client.cli.start": "gpulease.entry_points",
     "gpulease.client.engine": "gpulease.client.core",
     "gpulease.client.engine.memory_views": "gpulease.client.memory_views",
     "gpulease.client.serve.caller_text": "gpulease.client.http.caller_text",
@@ -54,7 +55,7 @@ MOVED: Final = {
 }
 """New names of modules and packages by their old names. A package's row applies to all modules in it without a row."""
 
-_PREFIXES: Final = ("gpulease.client.engine", "gpulease.client.serve.")
+_PREFIXES: Final = ("gpulease.client.cli.start", "gpulease.client.engine", "gpulease.client.serve.")
 
 
 def new_name(old: str) -> str | None:

@@ -16,6 +16,7 @@ from gpulease.daemon.host.processes import NoThread
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, log_event
+from gpulease.interrupts import interrupt_unwinds
 from gpulease.protocol.did_you_mean import did_you_mean
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -116,6 +117,8 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     # What is imported stays: no collection walks it.
     gc.freeze()
     gc.enable()
+    # From here on there is something to undo: an interrupt must run the clean-up below.
+    interrupt_unwinds()
     supervised = Supervised.without_manager()
     try:
         supervised = Supervised.taken_from(os.environ, os.getpid())

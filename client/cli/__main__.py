@@ -2,14 +2,14 @@
 
 import sys
 from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
 import click
 from click.shell_completion import CompletionItem
 
 import gpulease
-from gpulease.client.cli import interrupt_ends_it
-from gpulease.client.console.exit_status import check_words, failures_as_sentences, interrupt_unwinds
+from gpulease.client.console.command_group import CommandGroup
+from gpulease.interrupts import interrupt_ends_it, interrupt_unwinds
 
 PROGRAM: Final = "gpulease"
 
@@ -45,18 +45,8 @@ COMMANDS: Final = {
 """All commands by name, each with its module below this package, its function, and its line in the help text."""
 
 
-class _Commands(click.Group):
-    """Finds commands by name, and reports a failure as a sentence, never as a traceback."""
-
-    def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
-        # Report failures while the command line is parsed as sentences, too.
-        with failures_as_sentences():
-            check_words(args)
-            return super().make_context(info_name, args, *more, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with failures_as_sentences():
-            return super().invoke(ctx)
+class _Commands(CommandGroup):
+    """Finds commands by name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

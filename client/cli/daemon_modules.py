@@ -13,7 +13,7 @@ import click
 
 from gpulease.client.console.exit_status import MissingPrerequisite
 
-_STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
+_STARTER: Final = "from gpulease.entry_points import module_of_daemon; module_of_daemon()"
 
 DAEMON: Final = "daemon"
 FLEET: Final = "daemon,fleet"

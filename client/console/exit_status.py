@@ -135,13 +135,6 @@ def if_interrupted(note: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def interrupt_unwinds() -> None:
-    """Make interrupts raise KeyboardInterrupt, so that a command can undo the steps that it has begun."""
-    with suppress(ValueError):  # not the main thread, which alone can handle signals
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _about(error: OSError) -> str:
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else f"can't read or write: {reason}"

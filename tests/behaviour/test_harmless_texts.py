@@ -21,7 +21,7 @@ HOSTILE = "BEGIN\x1b[2J\x1b]0;title\x07\r\n\0\x7f\x9b31m\u202e\u2066\u200b\u2028
 """Would clear a screen, set its title, forge a line, reverse a line's direction, and hide characters."""
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
-CLI = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()"]
+CLI = [sys.executable, "-P", "-c", "from gpulease.entry_points import gpulease; gpulease()"]
 
 
 def said_by(daemon: Daemon, *words: str) -> str:

@@ -23,7 +23,7 @@ from helpers.processes import is_running, stop_process
 from helpers.terminal import Terminal
 from helpers.waiting import wait_until
 
-RUN = "from gpulease.client.cli.start import run; run()"
+RUN = "from gpulease.entry_points import gpulease; gpulease()"
 BREAK = (
     "import gpulease.client.cli.top.screen as screen\n"
     "def broken(*_): raise RuntimeError('a fault')\n"

@@ -1,7 +1,6 @@
 """`gpulease-dra`: a driver for Kubernetes' Dynamic Resource Allocation, with leases as its devices."""
 
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Final
 
 import click
 
-from gpulease.client.console.exit_status import MissingPrerequisite, failures_as_sentences, needing
+from gpulease.client.console.command_group import CommandGroup
+from gpulease.client.console.exit_status import MissingPrerequisite, needing
 from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
+from gpulease.interrupts import interrupt_unwinds
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
 LEASE_S: Final = 600.0
@@ -18,9 +19,10 @@ LEASE_S: Final = 600.0
 nobody frees lasts this long."""
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def main() -> None:
     """Serve Kubernetes' claims with leases. client/integrations/kubernetes/README.md is the guide."""
+    interrupt_unwinds()
 
 
 _node = click.option("--node", required=True, envvar="NODE_NAME", help="The node's name in the cluster (NODE_NAME).")
@@ -160,8 +162,7 @@ def _write_status(text: str) -> None:
 
 def run() -> None:
     """Run the command that the command line names."""
-    with failures_as_sentences():
-        sys.exit(main(prog_name="gpulease-dra", standalone_mode=True))
+    main(prog_name="gpulease-dra")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from typing import IO, Final
 
 import click
 
-from gpulease.client.console.exit_status import MissingPrerequisite, failures_as_sentences
+from gpulease.client.console.command_group import CommandGroup
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.errors import GpuLeaseError
@@ -47,6 +48,7 @@ from gpulease.client.integrations.slurm.slurm_jobs import (
     state_of_job,
 )
 from gpulease.client.sync.driver import ask
+from gpulease.interrupts import interrupt_unwinds
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
@@ -100,9 +102,10 @@ _daemon = click.option(
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def main() -> None:
     """Serve Slurm's jobs with leases. client/integrations/slurm/README.md is the guide."""
+    interrupt_unwinds()
 
 
 @main.command()
@@ -468,8 +471,7 @@ def _check_service(folder: Path) -> None:
 
 def run() -> None:
     """Run the command that the command line names."""
-    with failures_as_sentences():
-        sys.exit(main(prog_name="gpulease-slurm", standalone_mode=True))
+    main(prog_name="gpulease-slurm")
 
 
 if __name__ == "__main__":

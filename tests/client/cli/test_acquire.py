@@ -15,7 +15,7 @@ from gpulease.protocol.lease_ids import lease_id_of
 from helpers.daemon import Daemon, python_environment, running
 
 LIMIT_S = 120
-GPULEASE = f'{sys.executable} -P -c "from gpulease.client.cli.start import run; run()"'
+GPULEASE = f'{sys.executable} -P -c "from gpulease.entry_points import gpulease; gpulease()"'
 ACQUIRE = f"{GPULEASE} acquire --vram 1MiB"
 ATTACH = (
     f"{sys.executable} -P -c 'from gpulease.client import GpuSession\n"

@@ -1,7 +1,5 @@
 """`gpulease audit` passes its arguments to the module that reads logs, and its exit status back."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,22 +40,3 @@ def test_it_ends_as_every_command_does() -> None:
             command, env=python_environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
         )
     assert (done.returncode, done.stderr) == (74, "gpulease: can't read or write: No space left on device\n")
-
-
-def test_an_interrupt_while_it_imports_ends_it_without_a_word(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("print(flush=True)\nimport time\ntime.sleep(60)")
-    code = "from gpulease.client.cli.start import run_module_instead as run; run()"
-    where = python_environment()
-    where["PYTHONPATH"] = os.pathsep.join([str(tmp_path), where["PYTHONPATH"]])
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "daemon", "gpulease.daemon.record.audit"],
-        env=where,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == -signal.SIGINT

@@ -20,7 +20,7 @@ from gpulease.protocol.opcodes import Opcode
 from helpers.daemon import python_environment
 from helpers.web_rig import card, lease
 
-INSTALLED = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()"]
+INSTALLED = [sys.executable, "-P", "-c", "from gpulease.entry_points import gpulease; gpulease()"]
 IDS = ("$(touch${IFS}pwned)", "a\nplain,--reason", "--help", "*", "0" * 31, "0" * 33, "0" * 32 + "\n", "")
 OBEYED = "\x1b[2J\x1b]0;title\x07"
 FENCED = [lease(8, OBEYED, lease_id=OBEYED, state="fenced")]

@@ -25,7 +25,15 @@ from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 LIMIT_S = 120
-COMMAND = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()", "run", "--vram", "1MiB"]
+COMMAND = [
+    sys.executable,
+    "-P",
+    "-c",
+    "from gpulease.entry_points import gpulease; gpulease()",
+    "run",
+    "--vram",
+    "1MiB",
+]
 ATTACH = """
 import os
 from gpulease.client import GpuSession

@@ -102,7 +102,7 @@ def test_what_a_pipes_reader_is_said_to_have(
 
 
 def on_a_terminal(daemon: Daemon, width: int, *words: str) -> list[str]:
-    command = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()", *words]
+    command = [sys.executable, "-P", "-c", "from gpulease.entry_points import gpulease; gpulease()", *words]
     # What a shell may have exported before a resize is not what the terminal is.
     environment = python_environment() | {ADDRESS_VARIABLE: daemon.address, "COLUMNS": "200"}
     with Terminal(command, environment, (width, 60)) as terminal:

@@ -1,0 +1,1 @@
+../interrupts.py
