@@ -46,9 +46,6 @@ def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     fail_unless(t, FALSE, Access.BREAKPOINT, Space.GENERIC, constant("i64", 0), 0)
 
 
-if TYPE_CHECKING:
-    from gpulease.daemon.ptx.translate.thread import ThreadTranslator
-
 CALLS = InstructionFamily("Calls", "9.7.12.4, 9.7.12.5")
 
 _HANDLE = SCALARS["b64"]
