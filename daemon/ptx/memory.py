@@ -101,11 +101,11 @@ class PlacedMapping:
 # Areas of different blocks are in different pages, so no two threads write to the same cache line.
 _STRIDE_STEP = 4096
 
-# How a launch's blocks are distributed: blocks per chunk, number of places, and the strides of shared memory, local
-# windows and frames. These are the last numbers of a launch's head (native/structures.py).
+# How a launch's blocks are distributed: blocks per chunk, number of environments, and the strides of shared memory,
+# local windows and frames. These are the last numbers of a launch's head (native/structures.py).
 Spread = tuple[int, int, int, int, int]
 
-# All blocks run one after another in the first place.
+# All blocks run one after another in the first environment.
 IN_ORDER: Spread = (0, 0, 0, 0, 0)
 
 
@@ -148,15 +148,15 @@ class Areas:
 
     def __init__(self, first: BlockEnvironment) -> None:
         self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
-        self._places = (BlockEnvironment * MAX_RESIDENT_BLOCKS)()
+        self._environments = (BlockEnvironment * MAX_RESIDENT_BLOCKS)()
         self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
-        # Native code derives the other places from the first: each lies one stride after the previous one.
+        # Native code derives the other environments from the first: each lies one stride after the previous one.
         first.shared = self._memory.address
         first.local = first.shared + RESIDENT_SHARED_BYTES
         first.frames = first.local + RESIDENT_LOCAL_BYTES
         first.fault = ctypes.addressof(self._faults)
-        self._places[0] = first
-        self.address = ctypes.addressof(self._places)
+        self._environments[0] = first
+        self.address = ctypes.addressof(self._environments)
 
     def spread(self, needs: KernelNeeds, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
         """Choose how a launch of blocks that each fit is divided among `hosts` threads."""
@@ -168,14 +168,14 @@ class Areas:
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
         local, frames = needs.areas(threads)
-        # Use as many places as the scarcest kind of memory allows.
-        places = min(
+        # Use as many environments as the scarcest kind of memory allows.
+        environment_count = min(
             MAX_RESIDENT_BLOCKS,
             RESIDENT_SHARED_BYTES // (shared or 1),
             RESIDENT_LOCAL_BYTES // (local or 1),
             RESIDENT_FRAME_BYTES // (frames or 1),
         )
-        return chunk, places, shared, local, frames
+        return chunk, environment_count, shared, local, frames
 
     def close(self) -> None:
         """Unmap the areas; nothing may run afterwards."""

@@ -93,14 +93,14 @@ class Helpers:
     """The helper threads of one stream; none runs until `start`.
 
     Args:
-        places: Address of the environments that blocks run in.
+        environments: Address of the environments that blocks run in.
         hosts: How many threads run blocks, including the stream's thread.
     """
 
-    def __init__(self, places: int, hosts: int) -> None:
+    def __init__(self, environments: int, hosts: int) -> None:
         self._count = hosts - 1
         self._threads: list[NativeThread] = []
-        self.team = Team(places=places, wake_ns=WAKE_NS, idle_yields=HELPER_YIELDS)
+        self.team = Team(environments=environments, wake_ns=WAKE_NS, idle_yields=HELPER_YIELDS)
         self.address = ctypes.addressof(self.team)
         self._work = ctypes.c_void_p(self.address + Team.work.offset)
         self._done = ctypes.c_void_p(self.address + Team.done.offset)
@@ -169,7 +169,7 @@ class LaunchQueue:
     """A queue of launches that run in order. Only one thread of the caller uses it.
 
     Args:
-        places: Address of the environments that blocks run in.
+        environments: Address of the environments that blocks run in.
         hosts: How many threads run the blocks of a launch.
         prints: Address of the head of the buffer to which kernels print.
 
@@ -179,8 +179,8 @@ class LaunchQueue:
         yields: Whether other threads may run between two polls.
     """
 
-    def __init__(self, places: int, hosts: int, prints: int = 0) -> None:
-        self._helpers = Helpers(places, hosts)
+    def __init__(self, environments: int, hosts: int, prints: int = 0) -> None:
+        self._helpers = Helpers(environments, hosts)
         self.poll: Poll | None = None
         self.spin_s = SPIN_S
         self.yields = False

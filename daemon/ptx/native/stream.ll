@@ -4,7 +4,7 @@
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
 ; slot_bytes 48, slot_mask 56, idle_spins 64, team 72, fault 80, queued 88, done 120.
 ; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60, chunk 64, running 88. A KernelRunning has entry 8,
-; first_code_ns 16. A Team has its places at 8; an
+; first_code_ns 16. A Team has its environments at 8; an
 ; Environment its fault at 48.
 
 declare i32 @gpulease_sem_trywait(ptr)

@@ -114,8 +114,8 @@ class BlockEnvironment(ctypes.Structure):
     """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
 
     `block` is the flat number of the block that is in it, or of the first of some; `resumes` is 1 if that block was set
-    aside and continues, 0 if it begins; `next` links places. `returned` is the address of a `Returned`, `scratch` where
-    stray atomic operations of this place's block go; it is zeroed for each.
+    aside and continues, 0 if it begins; `next` links environments. `returned` is the address of a `Returned`; stray
+    atomic operations of the block go to `scratch`, which is zeroed for each.
     """
 
     _fields_ = (
@@ -192,9 +192,9 @@ class Mark(IntEnum):
 class QueuedLaunch(ctypes.Structure):
     """The head of a queue slot: one launch. Its parameters follow. A slot without entry ends the stream's thread.
 
-    Its blocks are handed out `chunk` at a time, to at most `places` environments with areas a stride apart; if
-    `chunk` is 0 they all run one after another in the first. `running` is the address of the kernel's KernelRunning;
-    the stream replaces `entry` by the entry there.
+    Its blocks are handed out `chunk` at a time, to at most `environment_count` environments with areas a stride apart.
+    If `chunk` is 0, all blocks run one after another in the first environment. `running` is the address of the
+    kernel's KernelRunning; the stream replaces `entry` by the entry there.
     """
 
     _fields_ = (
@@ -207,7 +207,7 @@ class QueuedLaunch(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("kernel", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
-        ("places", ctypes.c_uint32),
+        ("environment_count", ctypes.c_uint32),
         ("shared_stride", ctypes.c_uint32),
         ("local_stride", ctypes.c_uint32),
         ("frame_stride", ctypes.c_uint32),
@@ -278,14 +278,15 @@ class StreamState(ctypes.Structure):
 class Team(ctypes.Structure):
     """State that the threads of a launch share; team.ll has the same offsets.
 
-    `places` is the address of the first of the environments; `helpers` the number of threads in addition to the
+    `environments` is the address of the first environment; `helpers` the number of threads in addition to the
     stream's; `wake_ns` the remaining work that justifies waking them; `next` the first block not handed out; `stop`
-    becomes 1 with a fault, and `fault` names its record; `used` counts the places taken, `idle` the helpers that sleep.
+    becomes 1 with a fault, and `fault` names its record; `used` counts the environments in use, `idle` the helpers
+    that sleep.
     """
 
     _fields_ = (
         ("launch", ctypes.c_uint64),
-        ("places", ctypes.c_uint64),
+        ("environments", ctypes.c_uint64),
         ("helpers", ctypes.c_uint64),
         ("wake_ns", ctypes.c_uint64),
         ("idle_yields", ctypes.c_uint64),

@@ -1,8 +1,8 @@
 ; A launch's blocks over several host threads: the stream's, and helpers that wait to take part (stream.py).
 ;
-; %team is a Team (structures.py); offsets: launch 0, places 8, helpers 16, wake_ns 24, idle_yields 32, ending 40, next 64,
+; %team is a Team (structures.py); offsets: launch 0, environments 8, helpers 16, wake_ns 24, idle_yields 32, ending 40, next 64,
 ; stop 72, fault 80, used 88, state 128, idle 136, work 192, done 224.
-; A Launch has: entry 0, blocks 8, chunk 64, places 68, shared_stride 72, local_stride 76, frame_stride 80, running 88.
+; A Launch has: entry 0, blocks 8, chunk 64, environment_count 68, shared_stride 72, local_stride 76, frame_stride 80, running 88.
 ; A KernelRunning has block_ns 0.
 ; An Environment has: arena 0, shadow 8, last_granule 16, shared 24, local 32, frames 40, fault 48, prints 56, block 64,
 ; resumes 72, next 80, returned 88, and takes 128; a Fault takes 80.
@@ -45,9 +45,9 @@ define internal ptr @take_place(ptr %team, ptr %launch) {
 entry:
   %used = getelementptr i8, ptr %team, i64 88
   %number = atomicrmw add ptr %used, i64 1 monotonic
-  %places.at = getelementptr i8, ptr %launch, i64 68
-  %places = load i32, ptr %places.at
-  %limit = zext i32 %places to i64
+  %environments.at = getelementptr i8, ptr %launch, i64 68
+  %environments = load i32, ptr %environments.at
+  %limit = zext i32 %environments to i64
   %first.at = getelementptr i8, ptr %team, i64 8
   %first = load ptr, ptr %first.at
   %distance = mul i64 %number, 128

@@ -30,13 +30,13 @@ class FunctionTranslator(BodyTranslator):
     def __init__(
         self,
         function: Function,
-        variable_places: dict[str, int],
+        address_indices: dict[str, int],
         declarations: set[str],
         callees: Callees,
         *,
         is_optimised: bool,
     ) -> None:
-        super().__init__(function, variable_places, declarations, callees)
+        super().__init__(function, address_indices, declarations, callees)
         self._line_bytes = OPTIMISED_FRAME_BYTES_PER_LINE if is_optimised else FRAME_BYTES_PER_LINE
         # Functions with these instructions are inlined, so this function could not be.
         for self.instruction in function.instructions:

@@ -17,7 +17,7 @@ from gpulease.daemon.ptx.translate.lane_matrix import MATRICES, translate_matric
 from gpulease.daemon.ptx.translate.lane_registers import LaneRegisters
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.uniformity import Kinds
-from gpulease.daemon.ptx.translate.vectors import NotTogether, VectorWriter, is_wide
+from gpulease.daemon.ptx.translate.vectors import NotAsLanes, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.wait_points import lane
 from gpulease.daemon.ptx.translate.warp import has_lane, source_lane, two_results
 
@@ -115,7 +115,7 @@ def _size(opening: IrWriter, launch: Value, axis: int) -> Value:
 
 
 def translate_exchange(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
-    """Translate an exchange of the lanes that take part. Raises NotTogether if the mask varies."""
+    """Translate an exchange of the lanes that take part. Raises NotAsLanes if the mask varies."""
     match i.opcode:
         case "shfl":
             _shuffle(t, i, m)
@@ -141,7 +141,7 @@ def _meet(t: LaneRegisters, operand: Operand) -> Value:
     members = t.read(operand, _WORD)
     # If the lanes have different masks, there are several exchanges at once.
     if is_wide(members):
-        raise NotTogether
+        raise NotAsLanes
     wide, blamed = ir.cast("zext", members, "i64"), ir.blamed
     outside = ir.binary("and", t.mask, ir.binary("xor", members, -1))
     # A fault reports the first lane that is not in its own mask.

@@ -10,7 +10,7 @@ from gpulease.daemon.ptx.parse.syntax import Register
 from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, Value, constant
 from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
 from gpulease.daemon.ptx.translate.uniformity import Uniformity
-from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
+from gpulease.daemon.ptx.translate.vectors import NotAsLanes, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import FRAME
 
 ALIVE = Value("ptr", "%alive")
@@ -119,7 +119,7 @@ class LaneRegisters(BodyTranslator):
         # A register that does not vary must get the same value in all lanes.
         if not self._varies(register):
             if is_wide(value) or self._lane is not None:
-                raise NotTogether
+                raise NotAsLanes
             super()._store(register, value)
             return
         if self._lane is not None:
@@ -135,9 +135,9 @@ class LaneRegisters(BodyTranslator):
         self.ir.raw(f"store {self.ir.whole(value)}, ptr %r{register.index}")
 
     def _place(self, register: Register) -> Value:
-        """Return the address of the current lane's element of a register. Raises NotTogether if it has none."""
+        """Return the address of the current lane's element of a register. Raises NotAsLanes if it has none."""
         if self._lane is None or register.index not in self._rooms_of:
-            raise NotTogether
+            raise NotAsLanes
         size = _HELD_BITS[register.type.bits] // 8
         distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), size)
         return self.ir.offset(self._rooms_of[register.index], distance)
@@ -176,7 +176,7 @@ class LaneRegisters(BodyTranslator):
             end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
         self._saved_registers += len(saved)
         if end > MAX_LANE_FRAME_BYTES or self._saved_registers > MAX_LANE_SAVED_REGISTERS:
-            raise NotTogether
+            raise NotAsLanes
         # Step 2: save the registers. Store a vector of predicates as a mask with one bit for each lane.
         for register, place in zip(saved, places, strict=True):
             value = self._load(register)

@@ -29,7 +29,7 @@ from gpulease.daemon.ptx.translate.lane_registers import ALIVE, LaneRegisters
 from gpulease.daemon.ptx.translate.liveness import TooComplex, effect_of, registers_of
 from gpulease.daemon.ptx.translate.specials import ARGUMENTS, WARP_THREADS
 from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, uniformity_of
-from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
+from gpulease.daemon.ptx.translate.vectors import NotAsLanes, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
 # Number of threads that run together: as many as 32-bit numbers fit into the widest vector register of any host.
@@ -51,14 +51,14 @@ _MASK = Value("ptr", "%mask")
 
 
 class LaneTranslator(LaneRegisters):
-    """Translates the body of one kernel for lanes. Raises NotTogether if that is impossible."""
+    """Translates the body of one kernel for lanes. Raises NotAsLanes if that is impossible."""
 
-    def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
-        super().__init__(function, variable_places, declarations, Callees())
+    def __init__(self, function: Function, address_indices: dict[str, int], declarations: set[str]) -> None:
+        super().__init__(function, address_indices, declarations, Callees())
         # Step 1: give up if the kernel has instructions or waits that have no translation for lanes.
         body = function.instructions
         if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
-            raise NotTogether
+            raise NotAsLanes
         # Step 2: choose the number of lanes. Warp operations need all 32 lanes of a warp in one group.
         self._kinds_of = kinds_of(body)
         self.is_warp = bool(self._kinds_of.exchanges)
@@ -71,14 +71,14 @@ class LaneTranslator(LaneRegisters):
         try:
             self._lanes = uniformity_of(body, effects, self._kinds_of)
         except (Unordered, TooComplex):
-            raise NotTogether from None
+            raise NotAsLanes from None
         if len(self._lanes.blocks) > MAX_LANE_BLOCKS:
-            raise NotTogether
+            raise NotAsLanes
         # Step 4: barriers and exchanges are only possible in blocks where no lanes are missing.
         common = frozenset(range(len(self._lanes.blocks))) - self._lanes.apart
         for sites, blocks in ((self.waits.sites, common), (self._kinds_of.exchanges, self._lanes.meeting)):
             if not all(self._lies_in(index, blocks) for index in sites):
-                raise NotTogether
+                raise NotAsLanes
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
         # Step 5: find the registers that are live at the start of a block. The values of others are never used in
@@ -108,7 +108,7 @@ class LaneTranslator(LaneRegisters):
         return Waits(sites, frozenset(), is_short, words=0, parks=False)
 
     def translate(self, name: str) -> str:
-        """Return the IR of the function, with this name. Raises ImageRejected or NotTogether."""
+        """Return the IR of the function, with this name. Raises ImageRejected or NotAsLanes."""
         self._name = name
         self.ir.branch("start")
         self.ir.block("start")
@@ -119,7 +119,7 @@ class LaneTranslator(LaneRegisters):
                 self.index, self.instruction = index, self.function.instructions[index]
                 self._translate_for_lanes(self.instruction, *self._found[index])
                 if self.ir.length > MAX_LANE_LINES:
-                    raise NotTogether
+                    raise NotAsLanes
             self._close_block(number)
         # After the last block, no lanes are left.
         self.ir.block(f"check{len(self._lanes.blocks)}")
@@ -333,7 +333,7 @@ class LaneTranslator(LaneRegisters):
         ir.block(done)
         # A carry flag that is set in the loop would be only that of the last lane.
         if self.carry is not carry:
-            raise NotTogether
+            raise NotAsLanes
         # Step 3: load the results into vectors.
         if form.writes and instruction.operands:
             for register in {r.index: r for r in registers_of(instruction.operands[0]) if self._varies(r)}.values():

@@ -81,9 +81,9 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> RegisterEffect
 
 
 def live_after(
-    instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], places: set[int]
+    instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], indices: set[int]
 ) -> dict[int, int]:
-    """Return the registers that are live after each instruction in `places`, as bits. Raises TooComplex."""
+    """Return the registers that are live after each instruction in `indices`, as bits. Raises TooComplex."""
     blocks = blocks_of(instructions)
     live_in = live_at_starts(blocks, effects)
     result: dict[int, int] = {}
@@ -93,7 +93,7 @@ def live_after(
         for follower in block.follows:
             live |= live_in[follower]
         for index in range(block.end - 1, block.start - 1, -1):
-            if index in places:
+            if index in indices:
                 result[index] = live
             live = effects[index].reads | (live & ~effects[index].writes)
     return result
@@ -153,21 +153,21 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
     """Return where basic blocks begin: at the start, at labels in operands, and after instructions of ENDS."""
-    places = {0}
+    starts = {0}
     for index, instruction in enumerate(instructions):
-        places.update(target.index for target in instruction.operands if isinstance(target, Target))
+        starts.update(target.index for target in instruction.operands if isinstance(target, Target))
         if instruction.opcode in ENDS:
-            places.add(index + 1)
-    places.discard(len(instructions))
-    return places
+            starts.add(index + 1)
+    starts.discard(len(instructions))
+    return starts
 
 
 def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int, int]) -> list[int]:
     last = instructions[end - 1]
-    places = [target.index for target in last.operands if isinstance(target, Target)]
+    starts = [target.index for target in last.operands if isinstance(target, Target)]
     if last.opcode not in ENDS or last.guard is not None:
-        places.append(end)
-    return [block_at[index] for index in places if index in block_at]
+        starts.append(end)
+    return [block_at[index] for index in starts if index in block_at]
 
 
 def _summary(effects: Sequence[RegisterEffect]) -> RegisterEffect:

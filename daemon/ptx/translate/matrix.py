@@ -124,10 +124,10 @@ def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Produc
     scalar = product.scalar
     parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], product.counts[:3], strict=True)]
     # If an earlier `mma` has shown this one's A and B, store only C, which no other lane needs. Then there is no wait.
-    places = t.shown_before.get(t.index)
+    offsets = t.shown_before.get(t.index)
     added = t.ir.offset(own_room(t), 0)
-    if places is None:
-        places, behind = _show(t, parts, scalar)
+    if offsets is None:
+        offsets, behind = _show(t, parts, scalar)
         added = t.ir.offset(kept_words(t, lane(t)), behind)
     else:
         for number, register in enumerate(parts[2]):
@@ -137,7 +137,15 @@ def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Produc
     words = t.ir.offset(frames, offset)
     into = t.ir.offset(own_room(t), _RESULTS_AT)
     step = constant("i64", scalar.size)
-    arguments = [*(t.ir.offset(words, place) for place in places), stride, step, lane(t), added, into, *product.details]
+    arguments = [
+        *(t.ir.offset(words, start) for start in offsets),
+        stride,
+        step,
+        lane(t),
+        added,
+        into,
+        *product.details,
+    ]
     call_native(t, LANES_PART + product.function, arguments)
     take(t, registers_of(t, operands[0], product.counts[3]), scalar, at=_RESULTS_AT)
 
@@ -152,27 +160,27 @@ def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Sca
     """Show A, B and C, and A and B of later `mma`. Returns the offsets of A and B, and of C, in the shown words."""
     # Show the same registers only once, even if several products use them.
     left, right, added = (tuple(part) for part in parts)
-    places: dict[tuple[Operand, ...], int] = {}
-    end = _place(places, 0, (left, right), scalar)
+    offsets: dict[tuple[Operand, ...], int] = {}
+    end = _append(offsets, 0, (left, right), scalar)
     for index, following in _followers(t, scalar):
-        behind = _place(wanted_places := dict(places), end, following, scalar)
+        behind = _append(wanted := dict(offsets), end, following, scalar)
         # C comes last, and must fit, too.
         if behind > _SHOWN_BYTES - scalar.size * len(added):
             break
-        places, end = wanted_places, behind
-        t.shown_before[index] = places[following[0]], places[following[1]]
-    shown = [register for part in places for register in part]
+        offsets, end = wanted, behind
+        t.shown_before[index] = offsets[following[0]], offsets[following[1]]
+    shown = [register for part in offsets for register in part]
     meet(t, [t.read(register, scalar) for register in (*shown, *added)])
-    return (places[left], places[right]), end
+    return (offsets[left], offsets[right]), end
 
 
-def _place(
-    places: dict[tuple[Operand, ...], int], end: int, parts: Sequence[tuple[Operand, ...]], scalar: Scalar
+def _append(
+    offsets: dict[tuple[Operand, ...], int], end: int, parts: Sequence[tuple[Operand, ...]], scalar: Scalar
 ) -> int:
     """Append the parts that have no offset yet. Returns the end of all parts."""
     for part in parts:
-        if part not in places:
-            places[part] = end
+        if part not in offsets:
+            offsets[part] = end
             end += scalar.size * len(part)
     return end
 

@@ -35,7 +35,7 @@ from gpulease.daemon.ptx.translate.lanes import LOCAL_STEP, LaneTranslator
 from gpulease.daemon.ptx.translate.runner import LaneRunnerWriter, RunnerWriter, WarpRunnerWriter
 from gpulease.daemon.ptx.translate.scheduler import SchedulerWriter
 from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
-from gpulease.daemon.ptx.translate.vectors import NotTogether
+from gpulease.daemon.ptx.translate.vectors import NotAsLanes
 from gpulease.daemon.ptx.translate.vprintf import print_ir
 from gpulease.daemon.ptx.translate.waits import WAITING
 from gpulease.protocol.fast_dataclass import dataclass
@@ -103,14 +103,14 @@ class Part:
             [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
         )
 
-    def add(self, function: Function, places: dict[str, int]) -> None:
+    def add(self, function: Function, address_indices: dict[str, int]) -> None:
         """Translate one kernel and the functions that it calls. If this raises ImageRejected, the part is unchanged.
 
-        `places`: By name, the index of each variable and function in the image's table of addresses.
+        `address_indices`: By name, the index of each variable and function in the image's table of addresses.
         """
         definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
         try:
-            self._add(function, places)
+            self._add(function, address_indices)
         # Undo the changes, because the part's other kernels must be compiled without the rest of this one.
         except ImageRejected:
             del self._definitions[definitions:]
@@ -119,10 +119,10 @@ class Part:
             self.runners.pop(function.name, None)
             raise
 
-    def _add(self, function: Function, places: dict[str, int]) -> None:
+    def _add(self, function: Function, address_indices: dict[str, int]) -> None:
         # Step 1: translate the function that runs one thread.
         number = len(self.runners)
-        thread = BodyTranslator(function, places, self._declarations, self.callees)
+        thread = BodyTranslator(function, address_indices, self._declarations, self.callees)
         self._define(thread.translate(f"thread{number}"), function)
         # Step 2: write the runner. If barrier 0 is the only wait, a simple one is enough.
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
@@ -140,18 +140,18 @@ class Part:
         self.needs[function.name] = runner.needs
         # Step 3: translate the functions that the kernel calls, directly or not.
         while self.callees.pending:
-            self._add_callee(self.callees.pending.pop(), places)
+            self._add_callee(self.callees.pending.pop(), address_indices)
 
-    def add_together(self, function: Function, places: dict[str, int]) -> bool:
+    def add_lanes(self, function: Function, address_indices: dict[str, int]) -> bool:
         """Translate a kernel for lanes. Returns False if its threads can't run together. Raises ImageRejected."""
         number = len(self.runners)
         if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
             return False
         # Translate the kernel before adding anything to the part, because this may fail at any instruction.
         try:
-            lanes = LaneTranslator(function, places, self._declarations)
+            lanes = LaneTranslator(function, address_indices, self._declarations)
             definition = lanes.translate(f"thread{number}")
-        except NotTogether:
+        except NotAsLanes:
             return False
         writer = WarpRunnerWriter if lanes.is_warp else LaneRunnerWriter
         runner = writer(
@@ -168,10 +168,10 @@ class Part:
         self.needs[function.name] = runner.needs
         return True
 
-    def _add_callee(self, name: str, places: dict[str, int]) -> None:
+    def _add_callee(self, name: str, address_indices: dict[str, int]) -> None:
         translator = FunctionTranslator(
             self.callees.functions[name],
-            places,
+            address_indices,
             self._declarations,
             self.callees,
             is_optimised=self.effort is not Effort.LEAST,
@@ -225,50 +225,51 @@ class _ImageTranslator:
         # The table of addresses has the variables first, then the functions with addresses that are taken.
         addressed = image.addressed or ()
         names = [*(variable.name for variable in image.variables), *addressed]
-        self._places = {name: n for n, name in enumerate(names)}
+        self._address_indices = {name: n for n, name in enumerate(names)}
         self._functions = {function.name: function for function in image.subroutines}
         self._sizes = {name: _size(function) for name, function in self._functions.items()}
-        self._addressed, self._first_place = addressed, len(image.variables)
+        self._addressed, self._first_function_index = addressed, len(image.variables)
         self._watching = watching_functions(image)
         self._shuffle = shuffle
         self._budget = IrBudget(MAX_IMAGE_IR_LINES)
         # Kernels that call functions are compiled together, so their sizes add up.
-        self._left = MAX_OPTIMISED_CALLING_ACCESSES
-        self._apart: list[Part] = []
-        self._calling = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
+        self._accesses_left = MAX_OPTIMISED_CALLING_ACCESSES
+        self._separate_parts: list[Part] = []
+        self._shared_parts = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
 
     @property
     def parts(self) -> list[Part]:
-        return [part for part in (*self._apart, *self._calling.values()) if part.runners]
+        return [part for part in (*self._separate_parts, *self._shared_parts.values()) if part.runners]
 
     def add(self, function: Function, reached: set[str]) -> None:
         """Translate a kernel and its functions. If this raises ImageRejected, the parts are unchanged."""
         sizes = [_size(function), *(self._sizes[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
-        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= self._left)
+        has_room = not reached or accesses <= self._accesses_left
+        is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and has_room
         # Choice 1: run threads together, if this is possible. This is the fastest code.
-        together = self._part(Effort.FEW)
+        lanes_part = self._part(Effort.FEW)
         is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
-        if is_short and (not reached or accesses <= self._left) and together.add_together(function, self._places):
-            self._apart.append(together)
+        if is_short and has_room and lanes_part.add_lanes(function, self._address_indices):
+            self._separate_parts.append(lanes_part)
             return
         # Choice 2: if the kernel calls functions, add it to the shared part for its effort.
         if reached:
-            self._left -= accesses if is_small else 0
-            self._calling[Effort.FULL if is_small else Effort.LEAST].add(function, self._places)
+            self._accesses_left -= accesses if is_small else 0
+            self._shared_parts[Effort.FULL if is_small else Effort.LEAST].add(function, self._address_indices)
             return
         # Choice 3: make a separate part, with as much effort as its size permits.
         simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
         part = self._part(Effort.FULL if is_small else simplified)
-        part.add(function, self._places)
+        part.add(function, self._address_indices)
         # An instruction may become hundreds of lines of IR, so the size is known only now.
         if part.lines > MAX_OPTIMISED_LINES:
             part.effort = Effort.LEAST
-        self._apart.append(part)
+        self._separate_parts.append(part)
 
     def _part(self, effort: Effort, *, calls: bool = False) -> Part:
         called = self._addressed if calls else ()
-        callees = Callees(self._functions, called, self._first_place, self._watching)
+        callees = Callees(self._functions, called, self._first_function_index, self._watching)
         return Part(effort, self._budget, callees, shuffle=self._shuffle, is_once=calls)
 
 

@@ -41,7 +41,7 @@ def ir_type(scalar: Scalar) -> str:
 class OperandTranslator:
     """Reads and writes the operands of the current instruction. Registers are stored as integers of their width."""
 
-    def __init__(self, function: Function, variable_places: dict[str, int], ir: IrWriter) -> None:
+    def __init__(self, function: Function, address_indices: dict[str, int], ir: IrWriter) -> None:
         self.function = function
         self.ir = ir
         # The instruction that is being translated, for error messages.
@@ -50,7 +50,7 @@ class OperandTranslator:
         self.carry: tuple[str, Value] | None = None
         # The size of the thread's local window, in bytes.
         self.local_limit = function.local_bytes
-        self._variable_places = variable_places
+        self._address_indices = address_indices
 
     def local_window(self) -> Value:
         """Return the address at which the thread's local memory begins."""
@@ -132,16 +132,16 @@ class OperandTranslator:
 
     def has_variable(self, variable: DeclaredVariable) -> bool:
         """Return whether the module has a variable in device or constant memory."""
-        return variable.name in self._variable_places
+        return variable.name in self._address_indices
 
     def address_of(self, variable: DeclaredVariable, offset: int) -> Value:
         """Return a variable's address in its own space, as i64."""
         # Device variables and functions get addresses when the image is loaded. Read them from the launch's table.
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
-            if variable.name not in self._variable_places:
+            if variable.name not in self._address_indices:
                 raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
             table = self.ir.fixed("ptr", LAUNCH, QueuedLaunch.variables.offset)
-            place = self.ir.offset(table, 8 * self._variable_places[variable.name])
+            place = self.ir.offset(table, 8 * self._address_indices[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
         # In a window, the address is an offset, which is known now.
         start = self.function.dynamic_shared_offset if variable.is_dynamic else variable.offset

@@ -37,11 +37,11 @@ class ThreadTranslator(OperandTranslator):
     def __init__(
         self,
         function: Function,
-        variable_places: dict[str, int],
+        address_indices: dict[str, int],
         declarations: set[str],
         callees: Callees | None = None,
     ) -> None:
-        super().__init__(function, variable_places, IrWriter(declarations))
+        super().__init__(function, address_indices, IrWriter(declarations))
         self.declarations = declarations
         self.callees = callees or Callees()
         self.waits = self._find_waits()

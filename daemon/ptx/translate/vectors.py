@@ -26,7 +26,7 @@ class NotWide(Exception):
     """An instruction can only be translated for one lane at a time."""
 
 
-class NotTogether(Exception):
+class NotAsLanes(Exception):
     """The threads of a kernel can't run together as lanes. They will run one after another."""
 
 

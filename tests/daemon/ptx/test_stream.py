@@ -41,8 +41,8 @@ def code() -> NativeCode:
 
 @pytest.fixture
 def stream() -> Iterator[LaunchQueue]:
-    places = (BlockEnvironment * 1)()
-    made = LaunchQueue(ctypes.addressof(places), hosts=1)
+    environments = (BlockEnvironment * 1)()
+    made = LaunchQueue(ctypes.addressof(environments), hosts=1)
     yield made
     assert made.close()
 

@@ -295,10 +295,12 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
     def offsets(structure: type[ctypes.Structure], names: str) -> list[int]:
         return [getattr(structure, name).offset for name in names.split()]
 
-    assert offsets(Team, "launch places helpers wake_ns idle_yields ending") == list(range(0, 48, 8))
+    assert offsets(Team, "launch environments helpers wake_ns idle_yields ending") == list(range(0, 48, 8))
     assert offsets(Team, "next stop fault used") == list(range(64, 96, 8))
     assert offsets(Team, "state idle work done") == [128, 136, 192, 224]
-    assert offsets(QueuedLaunch, "entry blocks chunk places shared_stride local_stride frame_stride running") == [
+    assert offsets(
+        QueuedLaunch, "entry blocks chunk environment_count shared_stride local_stride frame_stride running"
+    ) == [
         0,
         8,
         64,
