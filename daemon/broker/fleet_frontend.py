@@ -72,7 +72,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseTable
+from gpulease.daemon.leases import Card, ClaimsLost, Event, LeaseTable, MembershipDeadlineMoved
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
@@ -169,7 +169,7 @@ class FleetFrontend:
         self._journal = journal
         # The last process's reports: the membership, its deadline, and problems for the operator.
         self._membership = journal.membership or MembershipRow()
-        self._horizon_boot_ns = 0
+        self._membership_deadline_boot_ns = 0
         self._is_lost = False
         self._has_begun = False
         self._refused = ""
@@ -238,7 +238,7 @@ class FleetFrontend:
     def is_isolated(self) -> bool:
         """Return whether the membership deadline has passed: etcd can't be reached, or the node has not joined yet."""
         # The deadline is 0 until the node has joined, and again once the fleet has declared it dead.
-        return boot_ns() >= self._horizon_boot_ns
+        return boot_ns() >= self._membership_deadline_boot_ns
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -285,7 +285,7 @@ class FleetFrontend:
         etcd = ", ".join(self._settings.etcd)
         if self._refused:
             return f"this node has not joined its fleet: {self._refused}"
-        if not self._horizon_boot_ns:
+        if not self._membership_deadline_boot_ns:
             return f"this node has not joined its fleet: etcd at {etcd} {self._unanswered or 'has not admitted it yet'}"
         return f"this node is cut off from its fleet: etcd at {etcd} {self._unanswered or 'has not answered in time'}"
 
@@ -294,7 +294,7 @@ class FleetFrontend:
         return Failure(Status.BUSY, f"{denied}: {self._trouble()}", hint=hint)
 
     def figures(self) -> FleetFacts:
-        left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
+        left_s = (self._membership_deadline_boot_ns - boot_ns()) / NS_PER_S
         unreadable = self._unreadable_of_previous + self._unreadable_count
         claims, quota_claims = dict(self._placements), dict(self._quota_claims)
         counts = self._beats, self._fenced, claims, quota_claims, unreadable
@@ -302,7 +302,7 @@ class FleetFrontend:
 
     def membership(self) -> FleetMembership:
         """Return the part of the membership that the web page shows."""
-        return FleetMembership(self.node_id, self._horizon_boot_ns, self._fenced)
+        return FleetMembership(self.node_id, self._membership_deadline_boot_ns, self._fenced)
 
     def claim_name(self, request: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that cancels the claim."""
@@ -526,7 +526,7 @@ class FleetFrontend:
     def _on_message(self, message: FromFleet, fds: list[int]) -> None:
         match message:
             case MoveHorizon():
-                self._move_horizon(message.horizon_ns)
+                self._move_membership_deadline(message.horizon_ns)
             case Joined():
                 self._join(message)
             case Remembered():
@@ -616,10 +616,14 @@ class FleetFrontend:
             self._journal.remember_membership(self._membership)
         self._stopped.set()
 
-    def _move_horizon(self, horizon_boot_ns: int) -> None:
+    def _move_membership_deadline(self, membership_deadline_boot_ns: int) -> None:
         # Keep it on CLOCK_BOOTTIME, and convert it for the table's timers, which use the monotonic clock.
-        self._horizon_boot_ns = horizon_boot_ns
-        self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
+        self._membership_deadline_boot_ns = membership_deadline_boot_ns
+        self._post(
+            MembershipDeadlineMoved(
+                time.monotonic_ns() + membership_deadline_boot_ns - boot_ns(), membership_deadline_boot_ns
+            )
+        )
         self._send(HorizonSet())
         self._update_page(self.membership())
 
@@ -628,7 +632,7 @@ class FleetFrontend:
         self._fenced += 1
         # A process that starts before the last claimed lease has ended must not continue with this membership.
         self._remember(replace(self._membership, incarnation=0))
-        self._horizon_boot_ns, self._is_lost = 0, True
+        self._membership_deadline_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._update_page(self.membership())
         # An acquire that waits for bytes may already have its name, by one of the lost claims.

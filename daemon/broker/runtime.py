@@ -74,7 +74,7 @@ from gpulease.daemon.leases import (
     ReturnSession,
     ScrubWorker,
     SetDeadline,
-    SetHorizon,
+    SetMembershipDeadline,
     SetRegion,
     SlicesCleared,
     SpawnSubmit,
@@ -104,7 +104,14 @@ from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.card_time import CardTimes
-from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler, RegionProver
+from gpulease.daemon.workers.monitors import (
+    AllowanceProver,
+    CardWatch,
+    KernelWatchdog,
+    MemoryMonitor,
+    Reclaimer,
+    Recycler,
+)
 from gpulease.daemon.workers.park_orders import ParkOrders
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
@@ -199,7 +206,7 @@ class Runtime:
         self._reclaimer = Reclaimer(source, self.post)
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
-        self._region_prover = RegionProver(source, workers, self.post, table.regions.allowed_bytes)
+        self._allowance_prover = AllowanceProver(source, workers, self.post, table.regions.allowed_bytes)
         self._parks = ParkOrders(
             table, workers, source.allowance_bytes, self.post, moves_modules=source.driver != "cpu"
         )
@@ -311,7 +318,7 @@ class Runtime:
         await self._watchdog.stop()
         await self._memory_monitor.stop()
         await self._recycler.stop()
-        await self._region_prover.stop()
+        await self._allowance_prover.stop()
         await self._parks.stop()
         await self._reclaimer.stop()
         await self.card_watch.stop()
@@ -486,7 +493,7 @@ class Runtime:
             WarmUp: self._spawn_warm_context,
             RenameWorker: self._rename_worker,
             SetDeadline: self._set_deadline,
-            SetHorizon: self._set_horizon,
+            SetMembershipDeadline: self._set_membership_deadline,
             RefuseWork: self._refuse_work,
             RefuseSubmit: self._refuse_submit,
             KillWorker: self._kill_worker,
@@ -501,7 +508,7 @@ class Runtime:
             OpenRegion: self._open_region,
             SetRegion: self._regions.set,
             EndRegion: self._regions.end,
-            ProveRegion: self._region_prover.prove,
+            ProveRegion: self._allowance_prover.prove,
             ResizeSlice: self._resize_slice,
             GiveParkMemory: self._parks.give_memory,
             DropParkMemory: self._parks.drop_memory,
@@ -622,8 +629,8 @@ class Runtime:
     def _set_deadline(self, effect: SetDeadline) -> None:
         self.workers.set_deadline(effect.worker_id, effect.deadline_ns, effect.generation)
 
-    def _set_horizon(self, effect: SetHorizon) -> None:
-        self.workers.set_horizon(effect.worker_id, effect.horizon_boot_ns)
+    def _set_membership_deadline(self, effect: SetMembershipDeadline) -> None:
+        self.workers.set_membership_deadline(effect.worker_id, effect.membership_deadline_boot_ns)
 
     def _refuse_work(self, effect: RefuseWork) -> None:
         lease_id, cause = effect.worker_id, effect.cause
@@ -674,7 +681,7 @@ class Runtime:
             self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
         self._settle_worker(lease.lease_id)
         # Proofs and orders for the lease's regions end with the lease.
-        self._region_prover.give_up(lease.lease_id)
+        self._allowance_prover.give_up(lease.lease_id)
         self.workers.images.discard(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.card_times.forget(lease.lease_id)

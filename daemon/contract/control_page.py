@@ -150,9 +150,9 @@ _REFUSED_GONE_BY: Final = _GONE_BY + 1
 _SESSION: Final = _REFUSED_GONE_BY + 1
 _CAUSE_AT: Final = 8 * (_SESSION + 1)
 _CAUSE_BYTES: Final = 32
-_HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
+_MEMBERSHIP_DEADLINE: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
 # The limits on the session's use of the card's time. Native code repeats their offsets.
-_TIME_LIMITS: Final = _HORIZON + 1
+_TIME_LIMITS: Final = _MEMBERSHIP_DEADLINE + 1
 
 _TIME_ACCOUNT: Final = 488
 """The broker's account of the lease's time. It does not follow the limits directly, so that limits can be added."""
@@ -168,7 +168,7 @@ CLAIM_READS: Final = 4
 """Maximum number of times that the broker reads claims that change during the read. Keeps a hostile worker from
 stalling it."""
 
-BEYOND_HORIZON: Final = "its node is cut off from its fleet, and another node may serve its name"
+MEMBERSHIP_EXPIRED: Final = "its node is cut off from its fleet, and another node may serve its name"
 """The reason that a worker gives after its page's membership deadline, until the broker or zygote sets the word."""
 
 # Values of the session field. An older broker leaves 0: it may have opened the session or not.
@@ -379,7 +379,8 @@ class PageState(NamedTuple):
         generation: The number of the last grant or renewal.
         has_session: Whether a connection was ever sent to the session; True if an older broker did not record it.
         cause: The name of the cause that ended the lease; "" while it lives, or if no broker ended it.
-        horizon_boot_ns: Until when a lease with a name may be served, on CLOCK_BOOTTIME; 0 for a lease without a name.
+        membership_deadline_boot_ns: Until when a lease with a name may be served, on CLOCK_BOOTTIME; 0 for a lease
+            without a name.
     """
 
     word: Status | None
@@ -387,7 +388,7 @@ class PageState(NamedTuple):
     generation: int
     has_session: bool = True
     cause: str = ""
-    horizon_boot_ns: int = 0
+    membership_deadline_boot_ns: int = 0
 
 
 def state_of(lease_fd: int) -> PageState:
@@ -404,8 +405,8 @@ def state_of(lease_fd: int) -> PageState:
         status = Status.SESSION_FAILED
     # Ignore the cause while the word is 0: it was written for an end that was not carried out.
     cause = page[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES].rstrip(b"\0").decode(errors="replace") if word else ""
-    (horizon_boot_ns,) = struct.unpack_from("=Q", page, 8 * _HORIZON)
-    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause, horizon_boot_ns)
+    (membership_deadline_boot_ns,) = struct.unpack_from("=Q", page, 8 * _MEMBERSHIP_DEADLINE)
+    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause, membership_deadline_boot_ns)
 
 
 class GoneBy(NamedTuple):
@@ -480,9 +481,9 @@ class BrokerPage:
     def generation(self) -> int:
         return self._words[_GENERATION]
 
-    def set_horizon(self, horizon_boot_ns: int) -> None:
+    def set_membership_deadline(self, membership_deadline_boot_ns: int) -> None:
         """Write the time until which a lease with a name may be served, on CLOCK_BOOTTIME."""
-        self._words[_HORIZON] = horizon_boot_ns
+        self._words[_MEMBERSHIP_DEADLINE] = membership_deadline_boot_ns
 
     def open_session(self) -> None:
         """Record for the next broker that a connection is about to be sent to the session."""
@@ -675,7 +676,9 @@ class WorkerPage:
             return Status.LEASE_EXPIRED
         # Use CLOCK_BOOTTIME, because another node may serve the name while this host is suspended, and CLOCK_MONOTONIC
         # does not run then.
-        if (horizon_boot_ns := self._state[_HORIZON]) and boot_ns() >= horizon_boot_ns:
+        if (
+            membership_deadline_boot_ns := self._state[_MEMBERSHIP_DEADLINE]
+        ) and boot_ns() >= membership_deadline_boot_ns:
             return Status.REVOKED
         if self.guest is not None and not self._is_admitted(self.guest, now_ns):
             return Status.DENIED
@@ -685,7 +688,7 @@ class WorkerPage:
         """Return why the lease ended with that status; "" if no reason is known."""
         # Without the broker's word, the worker found out by itself that a deadline on the page has passed.
         if self._state[_WORD] != -status:
-            return BEYOND_HORIZON if status is Status.REVOKED and self._state[_HORIZON] else ""
+            return MEMBERSHIP_EXPIRED if status is Status.REVOKED and self._state[_MEMBERSHIP_DEADLINE] else ""
         # Bound the length here too, in case another broker version has a longer field.
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")

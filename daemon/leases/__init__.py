@@ -121,19 +121,19 @@ from gpulease.daemon.leases.events import (
     WorkerScrubbed,
     WorkerUnlisted,
 )
-from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
 from gpulease.daemon.leases.invariants import InvariantBroken
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved, SetMembershipDeadline
 from gpulease.daemon.leases.model import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     REGION_TRANSITIONS,
     TRANSITIONS,
     Cause,
-    Horizon,
     InvalidTransition,
     LeaseSnapshot,
     LeaseState,
     LeaseTerms,
+    MembershipDeadline,
     Recycling,
     RegionState,
     SubmitRequested,
@@ -188,8 +188,6 @@ __all__ = [
     "Granted",
     "GuestAttached",
     "HoldTimerFired",
-    "Horizon",
-    "HorizonMoved",
     "InvalidTransition",
     "InvariantBroken",
     "KillWorker",
@@ -206,6 +204,8 @@ __all__ = [
     "LeaseTable",
     "LeaseTerms",
     "LeaveSession",
+    "MembershipDeadline",
+    "MembershipDeadlineMoved",
     "MoveRequested",
     "OpenRegion",
     "Outcome",
@@ -269,7 +269,7 @@ __all__ = [
     "SessionStays",
     "SessionsUsed",
     "SetDeadline",
-    "SetHorizon",
+    "SetMembershipDeadline",
     "SetRegion",
     "ShutdownRequested",
     "SliceResized",

@@ -253,7 +253,7 @@ class Admission:
             return None
         # Past the membership deadline another node may serve the same claims.
         if event.terms.is_claimed and self._store.is_isolated(now_ns):
-            return denials.isolated(denials.NO_HORIZON)
+            return denials.isolated(denials.MEMBERSHIP_LOST)
         if not name:
             return None
         # A name has at most one lease per node until that lease's memory is proved free. Only the lease's own tenant is

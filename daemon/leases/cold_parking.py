@@ -50,7 +50,7 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     WatchClients,
 )
-from gpulease.daemon.leases.horizon_events import SetHorizon
+from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseState, RegionState
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS, may_take
 from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState, SessionMove
@@ -303,8 +303,8 @@ class ColdParking:
         # notices if the worker stops.
         state.depth, state.due_ns = ParkDepth.ADOPTING, None
         effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
-        if lease.horizon is not None:
-            effects.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
+        if lease.membership_deadline is not None:
+            effects.append(SetMembershipDeadline(lease.lease_id, lease.membership_deadline.boot_ns))
         effects.append(AdoptSession(lease.lease_id, state.number, state.refusal))
         return True
 

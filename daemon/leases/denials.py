@@ -214,7 +214,7 @@ def node_is_drained() -> Denial:
     )
 
 
-NO_HORIZON: Final = "the node has been unable to reach its fleet's store for too long"
+MEMBERSHIP_LOST: Final = "the node has been unable to reach its fleet's store for too long"
 """Why a claimed lease ends at its membership deadline, or is not granted after it."""
 
 

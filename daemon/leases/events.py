@@ -21,8 +21,15 @@ from typing import NamedTuple
 from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
-from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
-from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, SubmitRequested, TransitionRecord
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved, SetMembershipDeadline
+from gpulease.daemon.leases.model import (
+    Cause,
+    LeaseSnapshot,
+    LeaseTerms,
+    MembershipDeadline,
+    SubmitRequested,
+    TransitionRecord,
+)
 from gpulease.daemon.leases.park_state import ParkCause
 from gpulease.daemon.leases.persisted import LeaseRow, RegionRow
 from gpulease.daemon.leases.quotas import TenantRules
@@ -41,7 +48,7 @@ class TimerKind(Enum):
     RECLAIM = "reclaim"
     IDLE = "idle"
     ORPHAN = "orphan"
-    HORIZON = "horizon"
+    MEMBERSHIP = "horizon"
     PARK = "park"
 
 
@@ -359,7 +366,8 @@ class LeaseRestored:
           and a flipped revocation word makes it DRAINING.
         has_worker: Whether the worker runs. If not, its parent process has reaped it or will reap it.
         has_session: Whether a client may have attached to the session, according to the control page.
-        horizon: Time until which a claimed lease may be served, according to the control page; None if it has none.
+        membership_deadline: Time until which a claimed lease may be served, according to the control page; None if it
+          has none.
         park_number: Number of the park that its session is in, according to its worker, which may have parked it
           without a record; 0 if it is not parked.
     """
@@ -367,7 +375,7 @@ class LeaseRestored:
     kept: LeaseRow
     has_worker: bool
     has_session: bool = True
-    horizon: Horizon | None = None
+    membership_deadline: MembershipDeadline | None = None
     park_number: int = 0
 
 
@@ -753,7 +761,7 @@ Event = (
     | DrainCancelled
     | DrainTimerFired
     | TenantRulesChanged
-    | HorizonMoved
+    | MembershipDeadlineMoved
     | ClaimsLost
     | RegionRequested
     | RegionOpened
@@ -1415,7 +1423,7 @@ Effect = (
     | RenameWorker
     | WarmEnded
     | SetDeadline
-    | SetHorizon
+    | SetMembershipDeadline
     | RefuseWork
     | KillWorker
     | ScrubWorker

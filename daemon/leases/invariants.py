@@ -276,8 +276,8 @@ def _validate_claims(store: LeaseStore) -> None:
         raise InvariantBroken(f"{count} leases have {len(named)} names.")
     if store.claimed != named:
         raise InvariantBroken("The table misfiles leases with names.")
-    capped = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
-    if store.capped != capped:
+    with_claims = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
+    if store.with_claims != with_claims:
         raise InvariantBroken("The table misfiles claimed leases.")
     # A claimed lease is never ACTIVE without a membership deadline, because after that time another node may take its
     # name over.
@@ -285,10 +285,10 @@ def _validate_claims(store: LeaseStore) -> None:
         claim = lease.terms
         if bool(claim.name) != (claim.epoch > 0):
             raise InvariantBroken(f"{_name(lease)} has the name {claim.name!r} and epoch {claim.epoch}.")
-        is_capped = lease.horizon is not None or lease.is_restored
-        if claim.is_claimed and lease.state is LeaseState.ACTIVE and not is_capped:
+        has_deadline = lease.membership_deadline is not None or lease.is_restored
+        if claim.is_claimed and lease.state is LeaseState.ACTIVE and not has_deadline:
             raise InvariantBroken(f"{_name(lease)} has no horizon.")
-        if not claim.is_claimed and lease.horizon is not None:
+        if not claim.is_claimed and lease.membership_deadline is not None:
             raise InvariantBroken(f"{_name(lease)} has a horizon and no claim.")
         is_covered = lease.is_restored or not claim.fleet_bytes or claim.size_bytes <= claim.fleet_bytes
         if not is_covered:

@@ -1,4 +1,4 @@
-"""The membership deadline (`horizon`): the time until which this node may serve claimed leases.
+"""The membership deadline: the time until which this node may serve claimed leases.
 
 A lease is claimed if it has a name, or counts against its tenant's quota in the fleet.
 
@@ -17,30 +17,30 @@ A lease is claimed if it has a name, or counts against its tenant's quota in the
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.events import Effect, RequestDenied
-from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
-from gpulease.daemon.leases.model import Cause, Horizon, Lease, LeaseState
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved, SetMembershipDeadline
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState, MembershipDeadline
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 
 
-class Horizons:
+class MembershipDeadlines:
     """Limits claimed leases to the membership deadline. Each method appends what to execute to `effects`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
         self._store = store
         self._teardown = teardown
 
-    def on_moved(self, event: HorizonMoved, now_ns: int, effects: list[Effect]) -> None:
+    def on_moved(self, event: MembershipDeadlineMoved, now_ns: int, effects: list[Effect]) -> None:
         """Move the membership deadline of the node and of its claimed leases forward, never back.
 
         A lease that is past its own membership deadline has ended and is not extended.
         """
-        moved = Horizon(event.horizon_ns, event.horizon_boot_ns)
+        moved = MembershipDeadline(event.membership_deadline_ns, event.membership_deadline_boot_ns)
         # Heartbeats may be acknowledged out of order. Compare by CLOCK_BOOTTIME, which counts the time asleep.
-        if self._store.horizon is not None and moved.boot_ns <= self._store.horizon.boot_ns:
+        if self._store.membership_deadline is not None and moved.boot_ns <= self._store.membership_deadline.boot_ns:
             return
-        self._store.horizon = moved
-        for lease in list(self._store.capped.values()):
+        self._store.membership_deadline = moved
+        for lease in list(self._store.with_claims.values()):
             # End overdue leases before the deadline is extended: another node may already have taken their names.
             self._teardown.expire_if_due(lease, now_ns, effects)
             if lease.state is LeaseState.ACTIVE:
@@ -49,13 +49,13 @@ class Horizons:
     def on_claims_lost(self, event: ClaimsLost, now_ns: int, effects: list[Effect]) -> None:
         """End every claimed lease, and refuse the queued acquires that have a claim."""
         # Without a deadline, `may_grant` refuses all claims until a heartbeat sets a new deadline.
-        self._store.horizon = None
+        self._store.membership_deadline = None
         for waiter in self._store.queue:
             if waiter.acquire.terms.is_claimed:
                 self._store.queue.leave(waiter)
                 self._store.has_freed_room = True
                 effects.append(RequestDenied(waiter.acquire.request, denials.isolated(event.reason)))
-        for lease in list(self._store.capped.values()):
+        for lease in list(self._store.with_claims.values()):
             self._teardown.expire_if_due(lease, now_ns, effects)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
                 self._teardown.begin(
@@ -68,7 +68,7 @@ class Horizons:
         If that time has passed, end the lease instead and return False.
         """
         if self._store.is_isolated(now_ns):
-            reason = denials.NO_HORIZON
+            reason = denials.MEMBERSHIP_LOST
             self._teardown.begin(lease, Cause.ISOLATED, reason, now_ns, effects, denials.isolated(reason))
             return False
         self.cap(lease, effects)
@@ -76,11 +76,16 @@ class Horizons:
 
     def cap(self, lease: Lease, effects: list[Effect]) -> None:
         """Give a claimed lease the node's membership deadline, unless it has a later one from an earlier table."""
-        horizon = self._store.horizon
-        if horizon is None or (lease.horizon is not None and lease.horizon.boot_ns >= horizon.boot_ns):
+        membership_deadline = self._store.membership_deadline
+        if membership_deadline is None or (
+            lease.membership_deadline is not None and lease.membership_deadline.boot_ns >= membership_deadline.boot_ns
+        ):
             return
-        lease.horizon = horizon
-        effects.append(SetHorizon(lease.lease_id, horizon.boot_ns))
+        lease.membership_deadline = membership_deadline
+        effects.append(SetMembershipDeadline(lease.lease_id, membership_deadline.boot_ns))
         # A worker that the session has left may have to continue it; without this its zygote would end it before.
-        effects += [SetHorizon(worker_id, horizon.boot_ns) for worker_id in self._store.left_workers(lease)]
-        self._teardown.submits.on_horizon(lease, effects)
+        effects += [
+            SetMembershipDeadline(worker_id, membership_deadline.boot_ns)
+            for worker_id in self._store.left_workers(lease)
+        ]
+        self._teardown.submits.on_membership_deadline(lease, effects)

@@ -1,4 +1,4 @@
-"""Events and effects of the membership deadline (`horizon`); `horizons` handles them."""
+"""Events and effects of the membership deadline; `membership_deadlines` handles them."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,18 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class HorizonMoved:
-    """The fleet's store has acknowledged a heartbeat: claimed leases may be served for longer. See `horizons`.
+class MembershipDeadlineMoved:
+    """The fleet's store has acknowledged a heartbeat: claimed leases may be served for longer.
+
+    See `membership_deadlines`.
 
     Attributes:
-        horizon_ns: The new membership deadline on the monotonic clock.
-        horizon_boot_ns: The same deadline on CLOCK_BOOTTIME.
+        membership_deadline_ns: The new membership deadline on the monotonic clock.
+        membership_deadline_boot_ns: The same deadline on CLOCK_BOOTTIME.
     """
 
-    horizon_ns: int
-    horizon_boot_ns: int
+    membership_deadline_ns: int
+    membership_deadline_boot_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,11 @@ class ClaimsLost:
     reason: str
 
 
-class SetHorizon(NamedTuple):
+class SetMembershipDeadline(NamedTuple):
     """Write a claimed lease's membership deadline, on CLOCK_BOOTTIME, where its worker and the zygote read it.
 
     Comes before the `SetDeadline` that lets the lease begin.
     """
 
     worker_id: int
-    horizon_boot_ns: int
+    membership_deadline_boot_ns: int

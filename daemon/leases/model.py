@@ -368,7 +368,7 @@ class LeaseSnapshot(NamedTuple):
     latency: bool = LATENCY.default
 
 
-class Horizon(NamedTuple):
+class MembershipDeadline(NamedTuple):
     """The membership deadline: until when a node may serve claimed leases, on two clocks.
 
     Attributes:
@@ -434,7 +434,7 @@ class Lease:
           lease.
         park: The parking state of its session; None if it is not parkable.
         wait_ms: Longest wait of its acquire for room, and of its session for room to return.
-        horizon: The membership deadline, at which a claimed lease ends unless the deadline is moved; None without a
+        membership_deadline: The time at which a claimed lease ends unless the deadline is moved; None without a
           claim, or before the grant.
     """
 
@@ -489,7 +489,7 @@ class Lease:
     park: ParkState | None = None
     wait_ms: int = 0
     # Its claim in the fleet, the requests that wait for its end, and its transitions.
-    horizon: Horizon | None = None
+    membership_deadline: MembershipDeadline | None = None
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)
     history: list[TransitionRecord] = field(default_factory=list)
@@ -543,7 +543,7 @@ class Lease:
         if self.state is not LeaseState.ACTIVE or not self.terms.is_claimed:
             return False
         # Without a deadline the node is not a member, so another node may serve the name.
-        return self.horizon is None or now_ns >= self.horizon.at_ns
+        return self.membership_deadline is None or now_ns >= self.membership_deadline.at_ns
 
     def snapshot(self) -> LeaseSnapshot:
         terms = self.terms

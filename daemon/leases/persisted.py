@@ -9,11 +9,11 @@ from typing import NamedTuple
 from gpulease.daemon.contract.regions_page import MAX_NUMBER
 from gpulease.daemon.leases.model import (
     Cause,
-    Horizon,
     Lease,
     LeaseSnapshot,
     LeaseState,
     LeaseTerms,
+    MembershipDeadline,
     RegionState,
     TableRegion,
 )
@@ -229,7 +229,9 @@ def revive_region(row: RegionRow, lease: Lease) -> TableRegion:
     )
 
 
-def revive(row: LeaseRow, max_story_entries: int, *, has_session: bool, horizon: Horizon | None = None) -> Lease:
+def revive(
+    row: LeaseRow, max_story_entries: int, *, has_session: bool, membership_deadline: MembershipDeadline | None = None
+) -> Lease:
     """Return the lease of a record, with an empty history."""
     return Lease(
         lease_id=row.lease_id,
@@ -250,7 +252,7 @@ def revive(row: LeaseRow, max_story_entries: int, *, has_session: bool, horizon:
         ended_ns=row.ended_ns,
         # Restored leases may exceed bounds that were lowered, and are never recycled.
         is_restored=True,
-        horizon=horizon,
+        membership_deadline=membership_deadline,
         has_session=has_session,
         # The earlier daemon may have ordered regions and lost their rows, and the session knows their numbers: skip
         # these.

@@ -65,7 +65,10 @@ class Restoration:
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, effects: list[Effect]) -> None:
         lease = revive(
-            event.kept, self._store.limits.max_story_entries, has_session=event.has_session, horizon=event.horizon
+            event.kept,
+            self._store.limits.max_story_entries,
+            has_session=event.has_session,
+            membership_deadline=event.membership_deadline,
         )
         if lease.lease_id in self._store.live:
             return
@@ -147,9 +150,9 @@ class Restoration:
             effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
             effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
             self._teardown.parking.on_restored(lease, park_number, now_ns, effects)
-            if lease.horizon is not None:
-                due_ns = lease.horizon.at_ns
-                effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))
+            if lease.membership_deadline is not None:
+                due_ns = lease.membership_deadline.at_ns
+                effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.MEMBERSHIP), due_ns))
 
     def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, effects: list[Effect]) -> None:
         if lease.state is LeaseState.FENCED:

@@ -36,7 +36,7 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     WaitTimerFired,
 )
-from gpulease.daemon.leases.horizon_events import SetHorizon
+from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import (
     FIRST_SUBMIT_ID,
     Cause,
@@ -185,11 +185,11 @@ class Submits(SubmitViews):
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             effects.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
-    def on_horizon(self, lease: Lease, effects: list[Effect]) -> None:
+    def on_membership_deadline(self, lease: Lease, effects: list[Effect]) -> None:
         """Give a running submit the new membership deadline of its claimed lease."""
         submit = self._store.submits.get(lease.submit_id)
-        if lease.horizon is not None and submit is not None and submit.state is SubmitState.RUNNING:
-            effects.append(SetHorizon(submit.submit_id, lease.horizon.boot_ns))
+        if lease.membership_deadline is not None and submit is not None and submit.state is SubmitState.RUNNING:
+            effects.append(SetMembershipDeadline(submit.submit_id, lease.membership_deadline.boot_ns))
 
     def fence_with(self, lease: Lease, effects: list[Effect]) -> None:
         """Make a submit's bytes part of its lease's fence."""
@@ -370,7 +370,7 @@ class Submits(SubmitViews):
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
         # Set both deadlines before the submit is reported ready: the worker obeys whichever comes first.
-        self.on_horizon(lease, effects)
+        self.on_membership_deadline(lease, effects)
         self.on_deadline(lease, effects)
         effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
 

@@ -8,7 +8,7 @@ which is bounded.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, get_args
 
-from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
+from gpulease.daemon.leases import denials, devices, events, invariants, membership_events
 from gpulease.daemon.leases.admission import Admission, Drains
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
@@ -26,13 +26,13 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     Warned,
 )
-from gpulease.daemon.leases.horizons import Horizons
+from gpulease.daemon.leases.membership_deadlines import MembershipDeadlines
 from gpulease.daemon.leases.model import (
     Cause,
-    Horizon,
     Lease,
     LeaseSnapshot,
     LeaseState,
+    MembershipDeadline,
     Recycling,
     RegionState,
     SubmitRequested,
@@ -61,7 +61,7 @@ _CHANGES_NO_PARKS: Final = (
     events.SessionsUsed,
     events.ConnectionsChanged,
     events.CardPolled,
-    horizon_events.HorizonMoved,
+    membership_events.MembershipDeadlineMoved,
 )
 """Frequent events after which no session can be parked that could not be parked before, unless they release bytes.
 Whether others can be parked later, when time has passed, is checked by a timer."""
@@ -104,7 +104,7 @@ class LeaseTable:
         self._pool = WarmPool(self._store, self._teardown)
         self._cold = self.parking.cold
         self._admission = Admission(self._store, self._pool, self.parking)
-        self._horizons = Horizons(self._store, self._teardown)
+        self._membership_deadlines = MembershipDeadlines(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         # Do this before any event: revoked ids, fences and drains apply from the first request on.
         self._restoration.recover(recovered or RecoveredState())
@@ -130,8 +130,8 @@ class LeaseTable:
             events.DrainRequested: self._drain.on_requested,
             events.DrainCancelled: self._drain.on_cancelled,
             events.TenantRulesChanged: self._admission.on_rules_changed,
-            horizon_events.HorizonMoved: self._horizons.on_moved,
-            horizon_events.ClaimsLost: self._horizons.on_claims_lost,
+            membership_events.MembershipDeadlineMoved: self._membership_deadlines.on_moved,
+            membership_events.ClaimsLost: self._membership_deadlines.on_claims_lost,
             events.ShutdownRequested: self._on_shutdown_requested,
             events.ConnectionsChanged: self._on_connections_changed,
             events.SessionOpened: self._on_session_opened,
@@ -317,23 +317,25 @@ class LeaseTable:
 
     def counted(self) -> dict[int, str]:
         """Return the tenant of each lease that counts against a quota in the fleet, queued acquires included."""
-        tenants = {lease.lease_id: lease.tenant for lease in self._store.capped.values() if lease.terms.fleet_bytes}
+        tenants = {
+            lease.lease_id: lease.tenant for lease in self._store.with_claims.values() if lease.terms.fleet_bytes
+        }
         acquires = (waiter.acquire for waiter in self._store.queue if waiter.returning is None)
         return tenants | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
 
     @property
     def has_claimed_lease(self) -> bool:
         """Return whether a claimed lease is alive. A fenced one is not, although its claim remains."""
-        return any(lease.state is not LeaseState.FENCED for lease in self._store.capped.values())
+        return any(lease.state is not LeaseState.FENCED for lease in self._store.with_claims.values())
 
     def counts_in_fleet(self, tenant: str) -> bool:
         """Return whether a tenant's new leases count against a quota in the fleet."""
         return self._store.limits.tenants.of(tenant).fleet_quota
 
     @property
-    def horizon(self) -> Horizon | None:
+    def membership_deadline(self) -> MembershipDeadline | None:
         """The membership deadline, until which claimed leases may be granted; None if they may not."""
-        return self._store.horizon
+        return self._store.membership_deadline
 
     @property
     def highest_epoch(self) -> int:
@@ -630,7 +632,7 @@ class LeaseTable:
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         # `may_grant` may end the lease: a claim is never granted after the membership deadline.
-        if lease.terms.is_claimed and not self._horizons.may_grant(lease, now_ns, effects):
+        if lease.terms.is_claimed and not self._membership_deadlines.may_grant(lease, now_ns, effects):
             return
         # The time to live counts from now. Write the deadline to the page before the grant is reported to the tenant.
         lease.move(Trigger.WORKER_READY, now_ns)
@@ -744,6 +746,6 @@ class LeaseTable:
             # The submit obeys its lease's deadline as well as its own.
             self.submits.on_deadline(lease, effects)
         effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
-        if lease.horizon is not None:
-            due_ns = lease.horizon.at_ns
-            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))
+        if lease.membership_deadline is not None:
+            due_ns = lease.membership_deadline.at_ns
+            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.MEMBERSHIP), due_ns))

@@ -24,10 +24,10 @@ from gpulease.daemon.leases.events import (
     Warned,
 )
 from gpulease.daemon.leases.model import (
-    Horizon,
     Lease,
     LeaseSnapshot,
     LeaseState,
+    MembershipDeadline,
     Recycling,
     RegionState,
     Submit,
@@ -91,8 +91,8 @@ class LeaseStore:
         claimed: Live leases with a name, by name.
         by_request: Live leases with a `request_id`, by tenant and `request_id`.
         epochs: The highest epoch that each name has had on this node.
-        capped: Live leases that are claimed, by name or for their bytes, by id.
-        horizon: Membership deadline, until which claimed leases may be granted; None before the first heartbeat, and
+        with_claims: Live leases that are claimed, by name or for their bytes, by id.
+        membership_deadline: The time until which claimed leases may be granted; None before the first heartbeat, and
           once the claims are lost.
         drain_ns: Time at which the node's drain ends the remaining leases; None while there is none. A card's own is in
             its account.
@@ -139,10 +139,10 @@ class LeaseStore:
         self.parked_host_bytes = 0
         self.rates = AcquireRates()
         self.claimed: dict[str, Lease] = {}
-        self.capped: dict[int, Lease] = {}
+        self.with_claims: dict[int, Lease] = {}
         self.by_request: dict[tuple[str, str], Lease] = {}
         self.epochs = HighestEpochs()
-        self.horizon: Horizon | None = None
+        self.membership_deadline: MembershipDeadline | None = None
         # The state of the node as a whole: the queue, a drain, the shutdown.
         self.queue = WaitQueue(limits, order)
         self.under_earlier_rules: set[str] = set()
@@ -158,8 +158,8 @@ class LeaseStore:
 
     def is_isolated(self, now_ns: int) -> bool:
         """Return whether no claimed lease may be granted now."""
-        # No horizon: the node has not joined its fleet yet, or is in none.
-        return self.horizon is None or now_ns >= self.horizon.at_ns
+        # No membership deadline: the node has not joined its fleet yet, or is in none.
+        return self.membership_deadline is None or now_ns >= self.membership_deadline.at_ns
 
     def may_keep_warm(self, account: CardAccount) -> bool:
         """Return whether contexts may wait for leases on a card."""
@@ -474,7 +474,7 @@ class LeaseStore:
         if lease.terms.name:
             self.claimed[lease.terms.name] = lease
         if lease.terms.is_claimed:
-            self.capped[lease.lease_id] = lease
+            self.with_claims[lease.lease_id] = lease
         if lease.terms.request_id:
             self.by_request[lease.tenant, lease.terms.request_id] = lease
 
@@ -482,7 +482,7 @@ class LeaseStore:
         # The name may already belong to a restored lease that was entered later.
         if self.claimed.get(lease.terms.name) is lease:
             del self.claimed[lease.terms.name]
-        self.capped.pop(lease.lease_id, None)
+        self.with_claims.pop(lease.lease_id, None)
         key = lease.tenant, lease.terms.request_id
         if self.by_request.get(key) is lease:
             del self.by_request[key]

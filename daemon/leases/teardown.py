@@ -52,8 +52,8 @@ def timer_due_ns(lease: Lease, kind: TimerKind) -> int | None:
             return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.PARK:
             return park_due_ns(lease)
-        case TimerKind.HORIZON if lease.horizon is not None:
-            return lease.horizon.at_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.MEMBERSHIP if lease.membership_deadline is not None:
+            return lease.membership_deadline.at_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
             return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
         case TimerKind.RECLAIM:
@@ -176,11 +176,11 @@ class Teardown:
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, effects)
         elif lease is not None and lease.is_isolated(now_ns):
-            self.begin(lease, Cause.ISOLATED, denials.NO_HORIZON, now_ns, effects)
+            self.begin(lease, Cause.ISOLATED, denials.MEMBERSHIP_LOST, now_ns, effects)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, effects: list[Effect]) -> None:
         """Act on a timer that `timer_due_ns` found due."""
-        if kind in (TimerKind.EXPIRY, TimerKind.HORIZON):
+        if kind in (TimerKind.EXPIRY, TimerKind.MEMBERSHIP):
             self.expire_if_due(lease, now_ns, effects)
         elif kind is TimerKind.ORPHAN:
             self._orphan(lease, now_ns, effects)

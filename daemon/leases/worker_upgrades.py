@@ -18,7 +18,7 @@ from typing import Protocol
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.direct_moves import change_card
 from gpulease.daemon.leases.events import Effect, SetDeadline, StaySession, WorkerReplaced
-from gpulease.daemon.leases.horizon_events import SetHorizon
+from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import Lease
 from gpulease.daemon.leases.park_state import ParkDepth, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
@@ -98,8 +98,8 @@ class WorkerUpgrades:
         # Step 2: give the worker the deadline, which may have been renewed, and make it serve its connections again.
         if lease.deadline_ns is not None:
             effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
-        if lease.horizon is not None:
-            effects.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
+        if lease.membership_deadline is not None:
+            effects.append(SetMembershipDeadline(lease.lease_id, lease.membership_deadline.boot_ns))
         effects.append(StaySession(lease.lease_id, state.number))
         # Step 3: bring the session back to the card.
         state.is_awaited = True

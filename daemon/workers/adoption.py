@@ -17,10 +17,10 @@ from gpulease.daemon.host.processes import has_ended, is_exiting, name_of
 from gpulease.daemon.leases import (
     Cause,
     Event,
-    Horizon,
     LeaseRestored,
     LeaseRow,
     LeaseState,
+    MembershipDeadline,
     RegionRestored,
     RegionRow,
     SubmitFound,
@@ -160,10 +160,10 @@ def _restore(
         # What the workers say is newer than the record.
         if has_session is not None:
             on_page = on_page._replace(is_cold=not has_session)
-        horizon = horizon_on(best.page, clocks) if lease.terms.is_claimed else None
+        membership_deadline = membership_deadline_on(best.page, clocks) if lease.terms.is_claimed else None
         # Numbers of parks are times, so no broker has given one that lies in the future.
         park_number = best.park_number if best.park_number <= clocks[0] else 0
-        restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon, park_number)
+        restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, membership_deadline, park_number)
         adoptions.append(Adoption(restored, best.worker))
     return adoptions, others
 
@@ -238,15 +238,17 @@ def _stop_arrivals(left_workers: Sequence[LeftoverWorker]) -> list[LeftoverWorke
     return [_found(one.worker) for one in left_workers]
 
 
-def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
+def membership_deadline_on(page: PageState, clocks: tuple[int, int]) -> MembershipDeadline | None:
     """Return the membership deadline on a page, on both clocks; None without one.
 
     `clocks`: the present time, on both clocks.
     """
     monotonic_ns, now_boot_ns = clocks
-    if not page.horizon_boot_ns:
+    if not page.membership_deadline_boot_ns:
         return None
-    return Horizon(page.horizon_boot_ns - now_boot_ns + monotonic_ns, page.horizon_boot_ns)
+    return MembershipDeadline(
+        page.membership_deadline_boot_ns - now_boot_ns + monotonic_ns, page.membership_deadline_boot_ns
+    )
 
 
 def _updated_by_page(lease: LeaseRow, page: PageState, latest_ns: int, overran: str) -> LeaseRow:

@@ -1,9 +1,9 @@
 """Monitors of the workers: kernels that run too long, memory beyond the slice, dead workers' bytes, the scrub.
 
 `KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares the memory that a
-session holds with the memory that was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended
-region's. `CardWatch` polls the memory that others hold on a card. `Recycler` has a worker scrubbed after its lease, and
-measures it before its next lease.
+session holds with the memory that was admitted. `Reclaimer` proves that a dead worker's bytes are free,
+`AllowanceProver` that a live one has returned bytes. `CardWatch` polls the memory that others hold on a card.
+`Recycler` has a worker scrubbed after its lease, and measures it before its next lease.
 """
 
 import asyncio
@@ -392,9 +392,10 @@ class Reclaimer:
         self._post(ReclaimProved(lease_id))
 
 
-class RegionProver:
-    """Polls a session's process on a card until the bytes of an ended region are proved free.
+class AllowanceProver:
+    """Polls a live session's process on a card until it holds no more than it may.
 
+    This proves that the bytes of an ended region, of a park or of a smaller lease are free.
     Only `give_up`, or the session's end, ends the polls, because the lease table decides how long to wait.
 
     Args:

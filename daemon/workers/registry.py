@@ -376,10 +376,10 @@ class Workers:
         if (worker := self._workers.get(lease_id)) is not None:
             worker.set_deadline(deadline_ns, generation, self._grace_ns)
 
-    def set_horizon(self, lease_id: int, horizon_boot_ns: int) -> None:
+    def set_membership_deadline(self, lease_id: int, membership_deadline_boot_ns: int) -> None:
         """Write a lease's membership deadline, on CLOCK_BOOTTIME, on its page."""
         if (worker := self._workers.get(lease_id)) is not None:
-            worker.page.set_horizon(horizon_boot_ns)
+            worker.page.set_membership_deadline(membership_deadline_boot_ns)
 
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
         """Make a worker answer everything with `status` and `reason`, and notify its connections.

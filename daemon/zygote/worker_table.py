@@ -269,9 +269,9 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
     # which the broker planned to end the worker; a kernel that runs for too long.
     page = state_of(worker.page_fds.lease)
     overdue_ns = _gone_by_ns(worker, page) + OVERDUE_NS
-    horizon_ns = _horizon_ns(page, now_ns)
+    membership_deadline_ns = _membership_deadline_ns(page, now_ns)
     bound_ms = worker.spec.max_kernel_ms
-    if now_ns >= horizon_ns + BEYOND_NS:
+    if now_ns >= membership_deadline_ns + BEYOND_NS:
         _end_overdue(worker, Status.REVOKED, ISOLATED)
         return NEVER_NS
     if now_ns >= overdue_ns:
@@ -281,13 +281,13 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
         worker.overran = overran_on(worker.page_fds.claims, bound_ms)
         _end_overdue(worker, Status.SESSION_FAILED)
         return NEVER_NS
-    worker.poll_ns = min(overdue_ns, horizon_ns + BEYOND_NS, now_ns + PAGE_POLL_NS)
+    worker.poll_ns = min(overdue_ns, membership_deadline_ns + BEYOND_NS, now_ns + PAGE_POLL_NS)
     return worker.poll_ns
 
 
-def _horizon_ns(page: PageState, now_ns: int) -> int:
+def _membership_deadline_ns(page: PageState, now_ns: int) -> int:
     """Return the membership deadline of a named lease, by its page, on the monotonic clock; else `NEVER_NS`."""
-    return now_ns + page.horizon_boot_ns - boot_ns() if page.horizon_boot_ns else NEVER_NS
+    return now_ns + page.membership_deadline_boot_ns - boot_ns() if page.membership_deadline_boot_ns else NEVER_NS
 
 
 def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
@@ -344,9 +344,9 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
     # Step 2: a living lease: yield every time at which that may change.
     if worker.kill_due_ns is None:
         yield worker.deadline_ns
-        if (horizon_ns := _horizon_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
+        if (membership_deadline_ns := _membership_deadline_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
             # The host may sleep during this wait, and the clock of the wait does not count that.
-            yield min(horizon_ns, now_ns + PAGE_POLL_NS)
+            yield min(membership_deadline_ns, now_ns + PAGE_POLL_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
             yield now_ns + max(MIN_POLL_NS, min(bound_ns // POLLS_PER_BOUND, MAX_POLL_NS))
     # Step 3: in the grace, wait; after it, kill.
@@ -362,7 +362,7 @@ def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
     # In order of precedence: the deadline, the membership deadline, a kernel that ran for too long.
     if now_ns >= worker.deadline_ns:
         return Status.LEASE_EXPIRED
-    if now_ns >= _horizon_ns(state_of(worker.page_fds.lease), now_ns):
+    if now_ns >= _membership_deadline_ns(state_of(worker.page_fds.lease), now_ns):
         return Status.REVOKED
     worker.overran = overran_on(worker.page_fds.claims, worker.spec.max_kernel_ms)
     return Status.SESSION_FAILED if worker.overran else None

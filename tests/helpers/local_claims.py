@@ -23,7 +23,7 @@ from gpulease.daemon.broker.name_claims import (
 )
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.service import Service
-from gpulease.daemon.leases import ClaimsLost, HorizonMoved
+from gpulease.daemon.leases import ClaimsLost, MembershipDeadlineMoved
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -100,7 +100,7 @@ async def beat(runtime: Runtime, folder: Path) -> None:
         if horizon.exists():
             ahead_ns = int(float(horizon.read_text()) * 1e9)
             boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-            runtime.post(HorizonMoved(time.monotonic_ns() + ahead_ns, boot_ns + ahead_ns))
+            runtime.post(MembershipDeadlineMoved(time.monotonic_ns() + ahead_ns, boot_ns + ahead_ns))
         if lost.exists():
             reason = lost.read_text()
             lost.unlink()

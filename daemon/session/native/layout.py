@@ -182,7 +182,7 @@ class LaunchChainRecord(ctypes.Structure):
 class ServingState(ctypes.Structure):
     """A session, and the receive buffer that native code works on.
 
-    page          Address of the lease's control page: the revocation word, the deadline, the horizon.
+    page          Address of the lease's control page: the revocation word, the deadline, the membership deadline.
     counters      Address of the control page's counters.
     launch        Address of the driver's launch function (NativeLaunch.launch).
     query         Address of the driver's query function (NativeLaunch.query).

@@ -50,7 +50,7 @@
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, reply_tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112, answered 120
-;   The control page: revocation word 0, deadline 8, horizon 3808. Counters: launches 0, syncs 8, operations 32, current opcode 48,
+;   The control page: revocation word 0, deadline 8, membership deadline 3808. Counters: launches 0, syncs 8, operations 32, current opcode 48,
 ;     copies 80, copied bytes 88.
 ;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192; of the requests awaited 8, of the replies
 ;   answer 8.
@@ -75,7 +75,7 @@ define internal i1 @is_revoked(ptr %state) {
   ret i1 %is.set
 }
 
-; Whether the deadline has come, or the horizon of a lease that has a name. Stores the time in clock_ns.
+; Whether the deadline has come, or the membership deadline of a lease that has a name. Stores the time in clock_ns.
 define internal i1 @is_late(ptr %state) {
   %time = call i64 @now()
   call void @set(ptr %state, i64 128, i64 %time)

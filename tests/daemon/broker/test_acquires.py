@@ -19,9 +19,9 @@ from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import (
     Card,
     CoreLimits,
-    HorizonMoved,
     LeaseState,
     LeaseTable,
+    MembershipDeadlineMoved,
     Outcome,
     WorkerReady,
 )
@@ -196,7 +196,7 @@ class NamedNode:
         tokens = TokenService(self.table, frozenset(), None, None, {})
         self.runtime = Runtime(self.table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
         self.runtime.claims = LocalClaims(folder)
-        self.runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
+        self.runtime.post(MembershipDeadlineMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
 
     def connection(self) -> Connection:
         return Connection(self.runtime)

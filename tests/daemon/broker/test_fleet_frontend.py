@@ -39,10 +39,10 @@ from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
-    HorizonMoved,
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    MembershipDeadlineMoved,
     ReclaimFailed,
     WorkerExited,
     WorkerReady,
@@ -75,7 +75,7 @@ def test_a_node_that_the_fleet_gave_up_joins_anew_though_its_last_named_lease_is
         frontend = Telling(settings, SandboxSettings(), table, [], runtime.post, Journal(), list, lambda _: None)
         frontend.told = []
         runtime.claims = frontend
-        runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
+        runtime.post(MembershipDeadlineMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
         runtime.post(AcquireRequested(1, "ann", 5, LeaseTerms(100, 60_000, name="alpha", epoch=3)))
         runtime.post(WorkerReady(5))
         frontend._on_message(EndClaimed(Reason.FENCED, "another node fenced this one"), [])
@@ -262,7 +262,7 @@ def test_an_answer_that_can_t_be_read_is_an_answer_and_values_that_can_t_be_are_
     settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
     frontend = Telling(settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None)
     frontend.told = []
-    frontend._horizon_boot_ns = boot_ns() + 10**12
+    frontend._membership_deadline_boot_ns = boot_ns() + 10**12
     for number, message in enumerate(({"op": "refused", "why": "of later"}, {"op": "not_counted", "why": "taken"}), 1):
         if number == 1:
             frontend.claim_name(NameRequest("alpha", 1, "ann", 0), answers.append)

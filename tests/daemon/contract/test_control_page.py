@@ -89,10 +89,10 @@ def test_counters_travel_the_other_way(broker: BrokerPage, worker: WorkerPage) -
 def test_limits_of_time_reach_the_worker_and_change_nothing_else(broker: BrokerPage, worker: WorkerPage) -> None:
     assert worker.time_limits == TimeLimits()
     broker.set_deadline(FAR, 7)
-    broker.set_horizon(FAR + 1)
+    broker.set_membership_deadline(FAR + 1)
     broker.set_time_limits(TimeLimits(1 << 60, 2, 0b1000_0001, 4, 5))
     assert worker.time_limits == TimeLimits(1 << 60, 2, 0b1000_0001, 4, 5)
-    assert state_of(broker.fds.lease) == PageState(None, FAR, 7, has_session=False, horizon_boot_ns=FAR + 1)
+    assert state_of(broker.fds.lease) == PageState(None, FAR, 7, has_session=False, membership_deadline_boot_ns=FAR + 1)
 
 
 def test_limits_of_time_survive_the_broker(broker: BrokerPage, worker: WorkerPage) -> None:

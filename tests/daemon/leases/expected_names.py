@@ -8,15 +8,15 @@ from gpulease.daemon.leases import (
     Effect,
     Event,
     Granted,
-    Horizon,
-    HorizonMoved,
     LeaseEnded,
     LeaseRestored,
     LeaseRow,
     LeaseSnapshot,
     LeaseState,
+    MembershipDeadline,
+    MembershipDeadlineMoved,
     RefuseWork,
-    SetHorizon,
+    SetMembershipDeadline,
     SlicesCleared,
     TimerFired,
     TimerKind,
@@ -37,8 +37,8 @@ class ExpectedNames:
         counted: Every lease whose bytes count for a quota in the fleet.
         holders: Leases that were granted a name and are not proved free.
         highest: The highest epoch of each name that was granted.
-        pages: The horizon on each worker's page.
-        horizon_ns: The node's horizon; None if its claims are lost.
+        pages: The membership deadline on each worker's page.
+        membership_deadline_ns: The node's membership deadline; None if its claims are lost.
     """
 
     def __init__(self) -> None:
@@ -47,31 +47,31 @@ class ExpectedNames:
         self.holders: dict[str, int] = {}
         self.highest: dict[str, int] = {}
         self.pages: dict[int, int] = {}
-        self.horizon_ns: int | None = None
+        self.membership_deadline_ns: int | None = None
         self._undo: list[tuple[str, int]] = []
 
     def saw(self, event: Event, effects: list[Effect], shell: "Shell") -> None:
         self._undo.clear()
-        if isinstance(event, HorizonMoved):
-            self.horizon_ns = max(event.horizon_ns, self.horizon_ns or 0)
+        if isinstance(event, MembershipDeadlineMoved):
+            self.membership_deadline_ns = max(event.membership_deadline_ns, self.membership_deadline_ns or 0)
         elif isinstance(event, ClaimsLost):
-            self.horizon_ns = None
+            self.membership_deadline_ns = None
         for effect in effects:
             self._on_effect(effect, event, shell)
         if isinstance(event, ClaimsLost):
             going_on = [lease for lease in shell.table.snapshots() if lease.state is LeaseState.ACTIVE]
             assert not any(map(self._is_claimed, going_on)), "a lease kept its claim although the claims are lost"
-        if isinstance(event, TimerFired) and event.kind is TimerKind.HORIZON:
+        if isinstance(event, TimerFired) and event.kind is TimerKind.MEMBERSHIP:
             self._check_over(event, shell)
 
     def _on_effect(self, effect: Effect, event: Event, shell: "Shell") -> None:
         if isinstance(effect, Granted):
             self._on_grant(effect, shell)
-        elif isinstance(effect, SetHorizon):
-            assert effect.horizon_boot_ns >= self.pages.get(effect.worker_id, 0), "a horizon went back"
-            self.pages[effect.worker_id] = effect.horizon_boot_ns
+        elif isinstance(effect, SetMembershipDeadline):
+            assert effect.membership_deadline_boot_ns >= self.pages.get(effect.worker_id, 0), "a horizon went back"
+            self.pages[effect.worker_id] = effect.membership_deadline_boot_ns
         elif isinstance(effect, RefuseWork):
-            is_of_fleet = isinstance(event, HorizonMoved | ClaimsLost) or effect.cause is Cause.ISOLATED
+            is_of_fleet = isinstance(event, MembershipDeadlineMoved | ClaimsLost) or effect.cause is Cause.ISOLATED
             claimed = self.named.keys() | self.counted
             assert not is_of_fleet or effect.worker_id in claimed, "a lease without a claim felt the fleet"
         elif isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
@@ -86,9 +86,9 @@ class ExpectedNames:
         if not self._is_claimed(lease):
             assert lease.lease_id not in self.pages, "a lease without a claim has a horizon"
             return
-        assert self.horizon_ns is not None
-        assert shell.now_ns < self.horizon_ns, "a claimed lease was granted behind the horizon"
-        assert self.pages[lease.lease_id] == self.horizon_ns + SLEPT_NS, "its page has another horizon"
+        assert self.membership_deadline_ns is not None
+        assert shell.now_ns < self.membership_deadline_ns, "a claimed lease was granted behind the horizon"
+        assert self.pages[lease.lease_id] == self.membership_deadline_ns + SLEPT_NS, "its page has another horizon"
         if not lease.name:
             return
         assert self.named[lease.lease_id] == (lease.name, lease.epoch)
@@ -123,10 +123,12 @@ class ExpectedNames:
 
     def forget_daemon(self) -> None:
         """A new daemon knows no membership deadline until its fleet reports one."""
-        self.horizon_ns = None
+        self.membership_deadline_ns = None
 
     def restored(self, kept: LeaseRow, shell: "Shell") -> LeaseRestored:
-        """Return a lease as the next daemon takes it over, with the horizon on its page."""
+        """Return a lease as the next daemon takes it over, with the membership deadline on its page."""
         boot_ns = self.pages.get(kept.lease_id)
-        horizon = None if boot_ns is None else Horizon(boot_ns - SLEPT_NS, boot_ns)
-        return LeaseRestored(kept, kept.lease_id in shell.alive, kept.lease_id in shell.submits.opened, horizon)
+        membership_deadline = None if boot_ns is None else MembershipDeadline(boot_ns - SLEPT_NS, boot_ns)
+        return LeaseRestored(
+            kept, kept.lease_id in shell.alive, kept.lease_id in shell.submits.opened, membership_deadline
+        )

@@ -1,4 +1,4 @@
-"""Claimed leases, with a name or with bytes of a quota, and the horizon of the node that serves them."""
+"""Claimed leases, with a name or with bytes of a quota, and the membership deadline of the node that serves them."""
 
 import pytest
 
@@ -10,13 +10,13 @@ from gpulease.daemon.leases import (
     Effect,
     FenceClearRequested,
     Granted,
-    Horizon,
-    HorizonMoved,
     KillWorker,
     LeaseRestored,
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    MembershipDeadline,
+    MembershipDeadlineMoved,
     MoveRequested,
     ParkSession,
     ReclaimFailed,
@@ -28,7 +28,7 @@ from gpulease.daemon.leases import (
     SessionImaged,
     SessionParked,
     SetDeadline,
-    SetHorizon,
+    SetMembershipDeadline,
     TimerFired,
     TimerKind,
     WorkerExited,
@@ -44,7 +44,7 @@ SLEPT_NS = 9 * S
 
 def moved(s: Scenario, ahead_s: float) -> list[Effect]:
     at_ns = s.now_ns + int(ahead_s * S)
-    return s.do(HorizonMoved(at_ns, at_ns + SLEPT_NS))
+    return s.do(MembershipDeadlineMoved(at_ns, at_ns + SLEPT_NS))
 
 
 def ask(s: Scenario, lease_id: int, epoch: int, name: str = "a", wait_ms: int = 0) -> list[Effect]:
@@ -65,19 +65,21 @@ def denial_of(effects: list[Effect]) -> DenialReason:
     return denied.denial.reason
 
 
-def test_the_horizon_is_on_the_page_before_the_lease_begins() -> None:
+def test_the_membership_deadline_is_on_the_page_before_the_lease_begins() -> None:
     s = Scenario()
     moved(s, 30)
     ask(s, 1, epoch=7)
     effects = s.do(WorkerReady(1))
     kinds = [type(effect) for effect in effects]
-    assert kinds.index(SetHorizon) < kinds.index(SetDeadline) < kinds.index(Granted)
-    assert SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS) in effects
+    assert kinds.index(SetMembershipDeadline) < kinds.index(SetDeadline) < kinds.index(Granted)
+    assert SetMembershipDeadline(1, s.now_ns + 30 * S + SLEPT_NS) in effects
     assert s.table.claims() == {"a": 7}
 
 
 @pytest.mark.parametrize(("card", "version"), [("0", "0.1"), (None, "")], ids=["upgrade", "cold"])
-def test_a_worker_that_a_session_has_left_gets_the_horizon_until_it_is_gone(card: str | None, version: str) -> None:
+def test_a_worker_that_a_session_has_left_gets_the_membership_deadline_until_it_is_gone(
+    card: str | None, version: str
+) -> None:
     s = Scenario(limits=CoreLimits(park_memory_bytes=16 << 20, park_stay_ms=0))
     moved(s, 30)
     terms = LeaseTerms(20, 60_000, name="a", epoch=7, park_idle_ms=0)
@@ -87,17 +89,17 @@ def test_a_worker_that_a_session_has_left_gets_the_horizon_until_it_is_gone(card
     s.do(SessionParked(1, order.number, 20))
     s.do(RegionProved(1))
     former = one(s.do(SessionImaged(1, order.number, 1000)), RenameWorker).to_id
-    # The zygote ends a worker at the horizon on its page, and this or the next daemon may have to continue the session
-    # in the former one.
+    # The zygote ends a worker at the membership deadline on its page, and this or the next daemon may have to continue
+    # the session in the former one.
     due_ns = s.at(20).now_ns + 30 * S + SLEPT_NS
-    assert moved(s, 30) == [SetHorizon(1, due_ns), SetHorizon(former, due_ns)]
+    assert moved(s, 30) == [SetMembershipDeadline(1, due_ns), SetMembershipDeadline(former, due_ns)]
     s.do(WorkerExited(former, "signal 9"))
-    assert [effect for effect in moved(s.at(25), 30) if isinstance(effect, SetHorizon)] == [
-        SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS)
+    assert [effect for effect in moved(s.at(25), 30) if isinstance(effect, SetMembershipDeadline)] == [
+        SetMembershipDeadline(1, s.now_ns + 30 * S + SLEPT_NS)
     ]
 
 
-def test_a_name_is_not_granted_without_a_horizon_nor_behind_it() -> None:
+def test_a_name_is_not_granted_without_a_membership_deadline_nor_behind_it() -> None:
     s = Scenario()
     assert denial_of(ask(s, 1, epoch=7)) is DenialReason.ISOLATED
     moved(s, 5)
@@ -108,27 +110,27 @@ def test_a_name_is_not_granted_without_a_horizon_nor_behind_it() -> None:
     assert KillWorker(2) in effects
 
 
-def test_a_lease_ends_at_the_horizon_at_once_unless_it_moves() -> None:
+def test_a_lease_ends_at_the_membership_deadline_at_once_unless_it_moves() -> None:
     s = named(ahead_s=30)
-    assert moved(s.at(20), 30) == [SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS)]
-    assert s.at(10).fire(1, TimerKind.HORIZON) != []
+    assert moved(s.at(20), 30) == [SetMembershipDeadline(1, s.now_ns + 30 * S + SLEPT_NS)]
+    assert s.at(10).fire(1, TimerKind.MEMBERSHIP) != []
     assert s.lease(1).state is LeaseState.ACTIVE
-    effects = s.at(20).fire(1, TimerKind.HORIZON)
+    effects = s.at(20).fire(1, TimerKind.MEMBERSHIP)
     assert [effects[0], effects[1]] == [RefuseWork(1, Cause.ISOLATED), KillWorker(1)]
     s.gone(1)
     assert (s.lease(1).state, s.lease(1).cause) == (LeaseState.TORNDOWN, Cause.ISOLATED)
     assert s.table.claims() == {}
 
 
-def test_a_horizon_that_moves_too_late_saves_no_lease() -> None:
+def test_a_membership_deadline_that_moves_too_late_saves_no_lease() -> None:
     s = named(ahead_s=30)
     assert RefuseWork(1, Cause.ISOLATED) in moved(s.at(30), 30)
 
 
-def test_a_renewal_does_not_go_beyond_the_horizon() -> None:
+def test_a_renewal_does_not_go_beyond_the_membership_deadline() -> None:
     s = named(ahead_s=30)
     s.do(RenewRequested(5, 1, "ann", 80_000))
-    assert s.at(30).do(TimerFired(1, 2, TimerKind.HORIZON))[0] == RefuseWork(1, Cause.ISOLATED)
+    assert s.at(30).do(TimerFired(1, 2, TimerKind.MEMBERSHIP))[0] == RefuseWork(1, Cause.ISOLATED)
 
 
 def test_claims_that_are_lost_end_names_and_refuse_those_that_wait() -> None:
@@ -144,15 +146,15 @@ def test_claims_that_are_lost_end_names_and_refuse_those_that_wait() -> None:
     assert denial_of(ask(s, 4, epoch=10, name="c")) is DenialReason.ISOLATED
 
 
-def test_a_lease_with_bytes_of_a_quota_ends_at_the_horizon_too() -> None:
+def test_a_lease_with_bytes_of_a_quota_ends_at_the_membership_deadline_too() -> None:
     s = Scenario()
     terms = LeaseTerms(20, 60_000, fleet_bytes=20)
     assert denial_of(s.do(AcquireRequested(1, "ann", 1, terms))) is DenialReason.ISOLATED
     moved(s, 30)
     s.do(AcquireRequested(2, "ann", 1, terms))
-    assert SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS) in s.do(WorkerReady(1))
+    assert SetMembershipDeadline(1, s.now_ns + 30 * S + SLEPT_NS) in s.do(WorkerReady(1))
     assert (s.table.claims(), s.table.counted()) == ({}, {1: "ann"})
-    assert s.at(30).fire(1, TimerKind.HORIZON)[0] == RefuseWork(1, Cause.ISOLATED)
+    assert s.at(30).fire(1, TimerKind.MEMBERSHIP)[0] == RefuseWork(1, Cause.ISOLATED)
     assert s.table.counted() == {1: "ann"}
     s.gone(1)
     assert s.table.counted() == {}
@@ -207,20 +209,20 @@ def test_a_fenced_slice_keeps_its_name_until_the_fence_is_cleared() -> None:
 
 
 @pytest.mark.parametrize("left_s", [10, -1])
-def test_a_restored_lease_keeps_its_page_s_horizon(left_s: int) -> None:
+def test_a_restored_lease_keeps_its_page_s_membership_deadline(left_s: int) -> None:
     before = named()
     kept = before.table.lease_row(1, 77)
     assert kept is not None
     s = Scenario()
     s.now_ns = before.now_ns
-    horizon = Horizon(s.now_ns + left_s * S, s.now_ns + left_s * S + SLEPT_NS)
-    s.do(LeaseRestored(kept, has_worker=True, horizon=horizon))
+    membership_deadline = MembershipDeadline(s.now_ns + left_s * S, s.now_ns + left_s * S + SLEPT_NS)
+    s.do(LeaseRestored(kept, has_worker=True, membership_deadline=membership_deadline))
     assert s.table.claims() == {"a": 7}
     if left_s < 0:
         assert s.lease(1).cause is Cause.ISOLATED
         return
     assert s.lease(1).state is LeaseState.ACTIVE
-    assert s.at(10).fire(1, TimerKind.HORIZON)[0] == RefuseWork(1, Cause.ISOLATED)
+    assert s.at(10).fire(1, TimerKind.MEMBERSHIP)[0] == RefuseWork(1, Cause.ISOLATED)
 
 
 def test_the_lowest_epoch_becomes_the_floor_of_names_that_are_not_kept() -> None:

@@ -7,10 +7,10 @@ from gpulease.daemon.leases import (
     DenialReason,
     DrainRequested,
     FreeRequested,
-    HorizonMoved,
     LeaseRestored,
     LeaseState,
     LeaseTerms,
+    MembershipDeadlineMoved,
     ProveRegion,
     RegionProved,
     RegionRequested,
@@ -122,7 +122,7 @@ def test_a_lease_does_not_grow_beyond_its_tenants_bytes() -> None:
 
 def test_a_lease_does_not_grow_beyond_what_was_claimed_of_its_quota_in_the_fleet() -> None:
     s = Scenario(card(0, 110))
-    s.do(HorizonMoved(s.now_ns + 10**12, s.now_ns + 10**12))
+    s.do(MembershipDeadlineMoved(s.now_ns + 10**12, s.now_ns + 10**12))
     s.do(AcquireRequested(2, "ann", 1, LeaseTerms(20, 60_000, fleet_bytes=20)))
     s.do(WorkerReady(1))
     assert denied(s.do(resize(21))).reason is DenialReason.LIMIT

@@ -20,9 +20,9 @@ from gpulease.daemon.leases import (
     DrainCancelled,
     DrainRequested,
     GuestAttached,
-    HorizonMoved,
     LeaseState,
     LeaseTerms,
+    MembershipDeadlineMoved,
     PlacementOrder,
     PoolTimerFired,
     ReclaimProved,
@@ -148,9 +148,9 @@ class AnyOrder(LeaseRules):
             assert self.shell.table.lease_of_request("another", request_id) is None
 
     @rule(by_ms=st.one_of(st.integers(500, 4000), st.integers(-500, 500)))
-    def move_horizon(self, by_ms: int) -> None:
-        horizon_ns = self.shell.now_ns + by_ms * MS
-        self.shell.send(HorizonMoved(horizon_ns, horizon_ns + SLEPT_NS))
+    def move_membership_deadline(self, by_ms: int) -> None:
+        membership_deadline_ns = self.shell.now_ns + by_ms * MS
+        self.shell.send(MembershipDeadlineMoved(membership_deadline_ns, membership_deadline_ns + SLEPT_NS))
 
     @rule(luck=ANY)
     def lose_claims(self, luck: int) -> None:
@@ -362,7 +362,7 @@ def test_a_restart_ends_a_lease_past_its_nodes_isolation_whose_timer_is_late() -
     """The lease is refused with the same reason before and after, so the restart changes no answer about it."""
     state = AnyOrder()
     state.begin(warm_contexts=0, recycling=None, order=PlacementOrder.SPREAD)
-    state.move_horizon(by_ms=500)
+    state.move_membership_deadline(by_ms=500)
     state.acquire_claimed(tenant="ann", name="a", pick=1, wait_ms=0, is_started=True)
     state.time_passes(ms=1000)
     (lease,) = state.shell.table.snapshots()
