@@ -14,7 +14,7 @@ VOCABULARY = 24
 END_TOKEN = 0
 MOST_TOKENS = 1000
 STRAY = VOCABULARY + 1
-"""A value that is no token, in memory that was never written."""
+"""The contents of memory that was never written: a value that can't be a token."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -28,7 +28,7 @@ def continuation(
     end_tokens: frozenset[int] = frozenset({END_TOKEN}),
     window: int | None = None,
 ) -> list[int]:
-    """Return the tokens of a request that nothing disturbs. Each depends on the last `window` tokens before it."""
+    """Return the tokens of a request that is never interrupted. Each depends on the last `window` tokens before it."""
     found: list[int] = []
     while len(found) < most and not (found and found[-1] in end_tokens):
         found.append(next_token([*tokens, *found][-(window or MOST_TOKENS) :]))

@@ -45,7 +45,7 @@ DONE = FinishedRequest(
 
 
 class MadeLease:
-    """A lease that takes notes for the audit log, or raises the error that the test sets."""
+    """A lease that stores notes for the audit log, or raises the error that the test sets."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)

@@ -55,7 +55,7 @@ def test_a_lost_region_its_successor_and_each_replay_have_a_line(
 def test_a_region_whose_renewal_is_refused_is_logged_and_its_tenant_gets_another(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Renewed after a tenth of it, so long before it is left, also on a busy host.
+    # It is renewed after a tenth of its duration, so long before its end, even on a busy host.
     monkeypatch.setattr(tenant_regions, "REGION_TTL_S", 2.0)
     monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 0.1)
     monkeypatch.setattr(tenant_regions, "MOVE_MARGIN_S", 0.05)

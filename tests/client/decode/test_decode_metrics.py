@@ -34,7 +34,7 @@ class Clock:
 
 def step(*tokens: tuple[PromptRequest, int], rows: int = 4, decode_rows: int = 1) -> StepReport:
     requests, positions = [request for request, _ in tokens], [position for _, position in tokens]
-    # A prompt's first token is of a row behind those of the sequences that decode.
+    # A prompt's first token comes from a row after those of the sequences that decode.
     begun = (decode_rows * (position == len(request.token_ids)) for request, position in tokens)
     places = [row + behind for row, behind in enumerate(begun)]
     return StepReport(rows, decode_rows, StepTokens(requests, [9] * len(tokens), positions, places), 0.003)

@@ -62,11 +62,11 @@ LONG = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
 
 
 PREFIXES = [PrefixState("helper", 64, 2 << 20, 3, 192), PrefixState(HOSTILE, 32, 0, 0, 0)]
-"""One that is shared, and one with a region that has ended."""
+"""Two tenants: one with a shared prefix, and one with a region that has ended."""
 
 
 class Pool:
-    """A region that counts who ends it."""
+    """A region that records who ends it."""
 
     def __init__(self, scene: "Scene", tenant: str) -> None:
         self._scene, self._tenant = scene, tenant
@@ -82,7 +82,7 @@ class Pool:
 
 
 class Scene:
-    """What the page reads of a decoder and a demonstration, without either."""
+    """What the page reads from a decoder and a demonstration, without either of them."""
 
     def __init__(self) -> None:
         tenants = [TenantConfig(name, 2, 12) for name in ("ann", "bob", LONG, "dora")]
@@ -113,7 +113,7 @@ def request(tenant: str, name: str = "one") -> PromptRequest:
 def finished(
     tenant: str, reason: CompletionReason | AdmissionReason, first_token_at: float | None = None, detail: str = ""
 ) -> FinishedRequest:
-    """A request that came at 1.0."""
+    """Return a request that arrived at 1.0."""
     return FinishedRequest(
         tenant, "r", (1,), (), SamplingParameters(), reason, detail, 1.0, first_token_at, 9.5, 0, 0, 0, None
     )
@@ -353,11 +353,11 @@ def test_a_tenant_s_key_shows_that_tenant_alone(scene: Scene, monkeypatch: pytes
     assert (state["viewer"], ann["id"], ann["tokens"], state["refused"]) == ("ann", "ann", 30, 1)
     assert [one["text"] for one in state["events"]] == ["A request was refused: of ann"]
     assert (sum(history["tokens_s"]), sum(history["refused"])) == (3.0, 1)
-    # Nothing of others: names, sums, the host.
+    # Nothing about others: names, sums, the host.
     assert "bob" not in answer.text
     assert (state["host"], state["prefixes"], state["steps"]) == ("", [], None)
     assert (state["live"], state["waiting"]) == (0, 0)
-    # It changes nothing.
+    # The tenant's key can't change anything.
     assert client.delete("/page/tenants/ann/region").status_code == 403
     assert scene.revoked == []
     assert scene.client().get("/page/history").json()["tokens_s"][-1] == 8.0
@@ -469,7 +469,7 @@ def test_a_demo_s_tenant_comes_back_and_the_others_go_on(daemon: Daemon) -> None
 
 @contextmanager
 def served(page: DecodePage) -> Iterator[str]:
-    """The page's URL, with the key behind it."""
+    """Return the page's URL, with the key at its end."""
     config = uvicorn.Config(
         Starlette(routes=page.routes()), port=0, loop="asyncio", log_level="error", timeout_graceful_shutdown=1
     )
@@ -492,7 +492,7 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
     scheduler.submit(request("ann"), 0.0)
     scheduler.plan(0.0)
     feed = scene.page.observer
-    # Looking at it takes as long as the host takes.
+    # Reading the page takes as long as the host needs.
     monkeypatch.setattr(page_events, "MERGED_S", 3600.0)
     feed.on_rebind(RebindReport(LONG, "one", "one~1", 4, CompletionReason.REVOKED, False, 12.3456))
     feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail=HOSTILE))
@@ -515,7 +515,7 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
         browser.wait_for("#plots .first .now", "119 ms; 239 ms")
         assert browser.text("#plots .gap .now") == "3.25 ms; 12.5 ms"
         assert browser.text("#plots .kinds") == "QuotaExceeded 1,234, TooLarge 1"
-        # A hundredth off at most.
+        # At most a hundredth off.
         assert browser.text(".card .gap")[:3] == "3.2"
         assert browser.text("#plots .tokens .most") == "at most 244"
         drawn = browser.run("return document.querySelector('#plots .first path').getAttribute('d')")
@@ -552,7 +552,7 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
         browser.wait_for("#events", "2 requests were refused, the last one: 64 wait already")
         scheduler.rebound("ann", 12, 2.0)
         browser.wait_for(".card .state", "Waiting")
-        # The view of a tenant.
+        # A tenant's view.
         browser.run("sessionStorage.clear()")
         browser.open(f"{url}?bob#key=key%20of%20bob")
         browser.wait_for("#served", "tiny, as bob sees it")

@@ -40,7 +40,7 @@ from helpers.waiting import PATIENCE_S, wait_until
 
 
 def test_tenants_have_the_tokens_together_that_they_have_alone(daemon: Daemon, alone: Outputs) -> None:
-    """Their log probabilities are equal, too, and they share steps."""
+    """The log-probabilities are equal, too, and the tenants share steps."""
 
     async def scene(decoder: Decoder) -> None:
         assert await together(decoder) == alone
@@ -94,7 +94,7 @@ async def cancel(_: Daemon, decoder: Decoder, name: str) -> None:
 
 
 async def expire(daemon: Daemon, decoder: Decoder, name: str) -> None:
-    """Let its time run out, which the tenant's renewals would prevent."""
+    """Let the region's time run out, which the tenant's renewals would prevent."""
     await decoder.regions._renewals[name].stop()
     region = decoder.regions.pools[name].region
     wait_until(lambda: daemon.query(region.lease_id)["state"] != "active", "the region has expired")
@@ -131,7 +131,7 @@ async def interrupted(decoder: Decoder, name: str, after: int, end: Callable[[],
 
 
 async def lose_one(daemon: Daemon, decoder: Decoder, name: str, after: int, end: End) -> tuple[Told, Outputs]:
-    """The outcome of a tenant that loses its region, and the other tenants' outputs, none of which was replayed."""
+    """Return the outcome of a tenant that loses its region, and the other tenants' outputs, which were not replayed."""
     others = {other: submit(decoder, other) for other in PROMPTS if other != name}
     reads = asyncio.gather(*map(read, others.values()))
     told = await interrupted(decoder, name, after, lambda: end(daemon, decoder, name))
@@ -169,7 +169,7 @@ def test_a_region_may_end_at_any_step(daemon: Daemon, alone: Outputs, end: End) 
 
 @pytest.mark.exhaustive
 def test_a_tenant_may_lose_its_region_again_and_again(daemon: Daemon, alone: Outputs) -> None:
-    """As often as its limiter lets through at once."""
+    """The region is lost as often as the limiter permits without a pause."""
     check_recovery(daemon, alone, revoke, [("b", 1), ("b", 6), ("b", 12)])
 
 
@@ -197,7 +197,7 @@ def test_an_idle_tenant_has_its_next_region_before_its_next_request(
 def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where that comes before the next look at idle tenants' regions."""
+    """The end comes before the next check of idle tenants' regions."""
     monkeypatch.setattr(tenant_moves, "POLL_S", 1000.0)
 
     async def scene(decoder: Decoder) -> None:
@@ -265,7 +265,7 @@ def test_a_cancelled_generation_ends_and_the_others_do_not_change(daemon: Daemon
         )
         generation.cancel()
         assert await read(namesake) == alone["a"][:3]
-        # It had nearly all of its tenant's blocks.
+        # That request had nearly all of its tenant's blocks.
         assert await read(submit(decoder, "a")) == alone["a"]
         assert await read(other) == alone["b"]
         assert (decoder.scheduler.live_sequences, decoder.scheduler.waiting_requests) == (0, 0)
@@ -291,7 +291,7 @@ def test_what_can_not_be_taken_is_refused_and_nothing_of_it_is_left(daemon: Daem
 
 def test_a_request_that_may_not_wait_is_refused_while_there_is_no_room(daemon: Daemon, alone: Outputs) -> None:
     async def scene(decoder: Decoder) -> None:
-        # 10 of the region's 12 blocks, and the next one.
+        # 10 of the region's 12 blocks, and one more.
         first = decoder.submit([3] * 150, max_tokens=20, tenant_id="a")
         refused = decoder.submit([1] * 20, max_tokens=100, tenant_id="a", wait_s=0)
         with pytest.raises(RequestRejected, match="PoolExhausted"):

@@ -40,7 +40,7 @@ def test_pieces_are_the_tokens_text_whatever_becomes_of_the_region(daemon: Daemo
                     await asyncio.to_thread(daemon.revoke, int(region["lease_id"], 16))
                 pieces.append(piece)
             assert "".join(pieces) == quiet
-            # However late the revoke was, this one meets it.
+            # However late the revocation came, this request meets it.
             assert "".join([piece async for piece in decoder.generate(PROMPT, max_tokens=24)]) == quiet
             assert decoder.rebinds == 1
 
@@ -61,7 +61,7 @@ def test_closing_a_text_ends_its_sequence(daemon: Daemon) -> None:
 
 
 def test_a_text_is_its_tenant_s_while_it_is_read(daemon: Daemon) -> None:
-    """It counts against `max_waiting` before it has tokens, and one that can't fit is never cut."""
+    """A text counts against `max_waiting` before it has tokens, and a text that can't fit is never cut."""
 
     async def part() -> None:
         tenants = [TenantConfig("ann", 1, 4, max_waiting=1), TenantConfig("bob", 1, 4)]

@@ -24,14 +24,14 @@ from helpers.decode.engine_rig import GREEDY, EngineRig, RunningRig
 from helpers.waiting import wait_until
 
 BEYOND_ALL = 1 << 20
-"""Blocks that no lease of these tests has room for."""
+"""A number of blocks for which no lease of these tests has room."""
 
 STEPS = 50
 Scene = Callable[[EngineRig, BlockPool], Awaitable[None]]
 
 
 def row(rig: EngineRig, position: int = 0, pool: BlockPool | None = None, tenant: int = 0) -> Rows:
-    """A row of a tenant's, or of another pool's, first blocks."""
+    """Return a row of the first blocks of a tenant, or of another pool."""
     found = rig.row(rig.seat(tenant=tenant, table=tenant), GREEDY, position, 7 + position)
     if pool is not None:
         found["base"], found["blocks"], found["table"] = pool.region.address, pool.blocks, 5
@@ -39,7 +39,7 @@ def row(rig: EngineRig, position: int = 0, pool: BlockPool | None = None, tenant
 
 
 def in_a_pool(tiny: RunningRig, scene: Scene, ttl_secs: float | None = None) -> None:
-    """Play a scene with a third pool, of its own."""
+    """Play a scene with a separate third pool."""
 
     async def part(rig: EngineRig) -> None:
         pool = await rig.engine.open_pool(2, tenant="c", ttl_secs=ttl_secs)
@@ -83,14 +83,14 @@ ENDS = [
 
 @dataclass
 class Outcome:
-    """What became of steps that were started one behind the other."""
+    """What became of steps that were started one after the other."""
 
     results: list[bytes] = field(default_factory=list)
     errors: list[RegionFailed] = field(default_factory=list)
 
 
 async def compute_all(engine: DecodeEngine, steps: list[tuple[Rows, list[BlockPool]]]) -> Outcome:
-    """Start steps one behind the other, up to one that is refused, and finish them."""
+    """Start steps one after the other, up to one that is refused, and finish them."""
     found = Outcome()
     for rows, pools in steps:
         try:
@@ -137,7 +137,7 @@ def test_a_step_that_names_an_ended_region_does_not_begin(
 
 
 def test_steps_that_name_a_revoked_region_again_are_fenced_for_ever(tiny: RunningRig, shared_daemon: Daemon) -> None:
-    """Nor does the tenant's next region open the way for steps that name the last one."""
+    """The tenant's next region does not permit steps that name its former one either."""
 
     async def scene(rig: EngineRig, pool: BlockPool) -> None:
         stale = np.concatenate([row(rig, 1), row(rig, 0, pool)]), [rig.pools[0], pool]
@@ -256,11 +256,11 @@ def test_a_pool_that_the_lease_has_no_room_for_is_refused(tiny: RunningRig) -> N
     tiny.run(part)
 
 
-# --- What it takes. ---
+# --- What it accepts. ---
 
 
 def test_steps_allocate_nothing(tiny: RunningRig) -> None:
-    """The two tenants' compositions are in the session after their first steps; then nothing comes to it."""
+    """After their first steps, both tenants' compositions are in the session; later steps add nothing to it."""
 
     async def part(rig: EngineRig) -> None:
         both = [row(rig), row(rig, 0, tenant=1)]

@@ -64,7 +64,7 @@ The other bits are the request's number, so that no two seeds are equal."""
 
 STEP_S, CLOSE_S = 0.01, 0.3
 LONG_ENOUGH_S = 2000.0
-"""Longer than every wait, and than the engines that poisoned requests may cost."""
+"""Seconds: longer than every wait, and than all engines together that poisoned requests may end."""
 
 
 def killed() -> GpuLeaseError:
@@ -102,7 +102,7 @@ class World:
         self.computing = 0
 
     async def open(self, spec: EngineSpec, user: EngineUser, *_: Any) -> "SimulatedServing":
-        """Stand in for `ServingEngine.open`."""
+        """Replace `ServingEngine.open`."""
         await asyncio.sleep(self.open_s)
         if self.refusals:
             raise self.refusals.pop()
@@ -118,7 +118,7 @@ class World:
 
 
 class SimulatedServing:
-    """A lease, its engine and its regions: what a `ServingEngine` is to the decoder."""
+    """A lease, its engine and its regions, with the interface of `ServingEngine` that the decoder uses."""
 
     max_steps = 2
     ranked = normed = None
@@ -154,7 +154,7 @@ class SimulatedServing:
         return BlockPool(cast(Any, region), blocks)
 
     async def save_pool(self, pool: BlockPool, _: object) -> None:
-        """Only a region that has ended is copied here, to learn that."""
+        """Refuse the copy: here only ended regions are copied, and so the decoder learns of their end."""
         raise refused(pool.region.lease_id)
 
     async def close_pool(self, pool: BlockPool) -> None:
@@ -181,7 +181,7 @@ class SimulatedServing:
         regions = {int(pool.region.lease_id) for pool in pools}
         if revoked := [pool for pool in pools if pool.region.revoked]:
             raise refused(revoked[0].region.lease_id)
-        # What a step that is lost writes makes no difference: its sequences begin again, in other regions.
+        # What a lost step writes makes no difference: its sequences begin again, in other regions.
         for table, blocks in prefixes:
             self.tables.update({(table, index): block for index, block in enumerate(blocks)})
         self.steps.append((rows.copy(), regions))
@@ -321,7 +321,7 @@ class EnginesInAnyOrder(RuleBasedStateMachine):
 
     @rule()
     def lose_an_earlier_engine_again(self) -> None:
-        """Reports on an engine that is not used any more change nothing."""
+        """Reports about an engine that is no longer used change nothing."""
 
         def report_late() -> None:
             supervisor = self.decoder._supervisor
@@ -388,7 +388,7 @@ class EnginesInAnyOrder(RuleBasedStateMachine):
             self.loop.close()
 
     def everything_ends(self) -> None:
-        # Every request is answered, once engines can be had again.
+        # Every request is answered once engines can be opened again.
         self.world.refusals.clear()
         self.do(lambda: asyncio.sleep(LONG_ENOUGH_S))
         if self.engine.is_hung or self.engine.fault:
@@ -407,7 +407,7 @@ class EnginesInAnyOrder(RuleBasedStateMachine):
         self.no_token_is_lost_or_doubled()
         reasons = {generation.reason for generation in self.generations[place:]}
         assert reasons == {CompletionReason.MAX_TOKENS_REACHED}
-        # What runs is answered by the decoder's end, and nothing begins any more.
+        # The decoder's end answers what still runs, and nothing begins after it.
         running = self.do(lambda: self.decoder.submit([1, 2, 3], max_tokens=40, tenant_id="a"))
         self.do(lambda: self.context.__aexit__(None, None, None))
         assert running.reason is CompletionReason.ENGINE_ERROR

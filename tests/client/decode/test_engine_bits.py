@@ -54,7 +54,7 @@ def test_rows_have_the_bits_that_they_have_alone(tiny: RunningRig, lines: list[L
 
 
 def chunked(seat: Seat, length: int, chunk: int, *, is_awaited: bool) -> list[MixedStep]:
-    """Positions of a line from 0 on, so many a step."""
+    """Return the positions of a line from 0 on, divided into steps of this many."""
     begins = range(0, length, chunk)
     steps = [tuple((seat, at) for at in range(begin, min(begin + chunk, length))) for begin in begins]
     return [MixedStep(rows, is_awaited) for rows in steps]
@@ -69,7 +69,7 @@ def test_attention_over_several_splits_has_the_bits_that_it_has_alone(tiny: Runn
 
 @pytest.mark.parametrize("chunk", [5, *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (1, 16))])
 def test_a_replay_into_another_pool_goes_on_with_the_same_bits(tiny: RunningRig, lines: list[Line], chunk: int) -> None:
-    """All tokens are known there, those too that the line emitted; the last rows take theirs from the step before."""
+    """The replay knows all tokens, including the emitted ones; the last rows take theirs from the step before."""
     line = lines[2]
     kept = line.prompt + 3
     seat = Seat(2, 1, 0, (9, 2, 20))
@@ -78,7 +78,7 @@ def test_a_replay_into_another_pool_goes_on_with_the_same_bits(tiny: RunningRig,
 
 
 def test_the_same_seed_and_position_give_the_same_token_in_any_batch(tiny: RunningRig, lines: list[Line]) -> None:
-    """Rows of one step differ in nothing but their sampling: each has the token of the step that it has alone."""
+    """Rows of one step differ only in their sampling: each has the same token as in a step of its own."""
 
     async def tokens(rig: EngineRig) -> None:
         samplings = [GREEDY, NUCLEUS, HOT, *(SamplingParameters(temperature=2.0, seed=seed) for seed in range(9))]
@@ -109,7 +109,7 @@ def try_model(daemon: Daemon, config: ModelConfig, rows: int = 16, *, is_served:
 
 
 async def check_pooled(rig: EngineRig, seat: Seat) -> None:
-    """A prompt's rows after the last norm are in the caller's order, whichever of them has a result."""
+    """A prompt's rows after the last norm are in the caller's order, whichever of the rows has a result."""
     rows = np.concatenate([rig.row(seat, GREEDY, at, 5 + at) for at in range(7)])
     normed = []
     for chosen in (None, np.array([6])):
@@ -217,7 +217,7 @@ def test_long_prompts_in_small_steps_have_the_bits_that_their_rows_have_alone(
 def test_packed_weights_have_the_bits_of_their_values_as_bf16(
     shared_daemon: Daemon, tmp_path: Path, method: str
 ) -> None:
-    """Lines that a model of bf16 weights computes alone, and the packed model in other company."""
+    """The model with bf16 weights computes each line alone; the packed model computes it next to other lines."""
     config = replace(LLAMA, layers=1, width=128, heads=4, head_width=32, inner_width=384)
     entries, values = packed_entries(config, method)
     plain = open_model(write_folder(tmp_path / "plain", config, values))

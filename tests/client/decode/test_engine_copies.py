@@ -29,7 +29,7 @@ async def fill(rig: EngineRig) -> None:
 
 
 async def next_bits(rig: EngineRig, pool: BlockPool) -> bytes:
-    """The result of the position behind those, with the blocks of any pool."""
+    """Return the result of the position after those, with the blocks of any pool."""
     row = rig.row(rig.seat(), GREEDY, POSITIONS, 1)
     row["base"], row["blocks"] = pool.region.address, pool.blocks
     await rig.engine.start(row, [pool])

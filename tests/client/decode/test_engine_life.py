@@ -43,7 +43,7 @@ def test_a_closed_engine_refuses_all_and_its_lease_goes_on(daemon: Daemon) -> No
 
 
 def arenas() -> set[int]:
-    """This process's descriptors of memory that it shares with workers."""
+    """Return this process's descriptors of memory that it shares with workers."""
     return {fd for fd, path in open_files().items() if "gpulease-arena" in path}
 
 

@@ -70,7 +70,7 @@ async def free_lease(_: Daemon, decoder: Decoder) -> None:
 
 
 async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
-    """End the process that has the context, as a fault of a kernel would."""
+    """Kill the process that has the context, as a fault of a kernel would end it."""
     daemon.allowed_trouble.append("worker")
     os.kill(daemon.worker_pid(decoder._supervisor.serving.lease.lease_id), signal.SIGKILL)
 
@@ -125,7 +125,7 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_there_is_followed_by_another_ea
     async def scene(decoder: Decoder) -> None:
         for number in range(1, 8):
             await lose(daemon, decoder)
-            # Nothing else tells of it as long as nobody asks for anything.
+            # Nothing else reports the loss while nobody sends a request.
             decoder._supervisor.engine_failed(decoder._supervisor.serving, Revoked("it is gone"))
             while len(heard.rebuilt) < number:  # noqa: ASYNC110  # nothing else tells of it
                 await asyncio.sleep(0.01)
@@ -189,7 +189,7 @@ def test_an_unknown_error_of_the_engine_is_taken_for_its_loss_and_said_to_be_unk
 # --- A request that ends engines. ---
 
 POISON = 666
-"""The seed of a request whose rows end the engine that computes them."""
+"""The seed of a poisoned request: its rows end the engine that computes them."""
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, position: int) -> list[int]:
@@ -363,7 +363,7 @@ def test_a_daemon_that_keeps_its_leases_is_killed_and_nobody_is_replayed(
 
 
 async def lose(daemon: Daemon, decoder: Decoder, gate: Gate) -> dict[str, Generation]:
-    """Requests that lose their engine while they run; the next engine waits for the test."""
+    """Requests lose their engine while they run; the next engine is opened only when the test permits it."""
     generations = {name: submit(decoder, name) for name in PROMPTS}
     await anext(generations["a"])
     await revoke_lease(daemon, decoder)
@@ -420,13 +420,13 @@ REFUSALS = [
     OSError,
     MemoryError,
 ]
-"""What may keep an engine from being opened: the daemon, the fleet, the host, the model's files."""
+"""What may prevent the opening of an engine: the daemon, the fleet, the host, the model's files."""
 
 
 def test_another_engine_is_asked_for_longer_than_every_limit_whatever_refuses_it(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What waited for it ends with an error, and whoever comes later is served."""
+    """Requests that waited for the engine end with an error, and later ones are served."""
     caplog.set_level(logging.INFO, "gpulease.decode")
     heard, kinds = Recorder(), REFUSALS * 3
     tries = len(kinds)
@@ -539,7 +539,7 @@ def test_a_move_finds_an_engine_elsewhere_while_none_can_be_had_here(
 def test_a_fault_of_the_decoder_itself_ends_it_and_is_logged(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an engine, the fault is the decoder's own, and no other engine would help."""
+    """The error comes while there is no engine, so it is the decoder's own fault, and another engine would not help."""
 
     async def scene(decoder: Decoder) -> None:
         def broken(_: float) -> None:
@@ -555,7 +555,7 @@ def test_a_fault_of_the_decoder_itself_ends_it_and_is_logged(
             submit(decoder, "a")
         with pytest.raises(EngineDecodeFailed):
             await decoder.move()
-        # The engine that is being opened closes again; what watches regions goes on.
+        # The engine that is being opened closes again; the task that watches regions continues.
         while len(decoder._supervisor._tasks._tasks) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -613,7 +613,7 @@ def test_the_load_moves_to_another_daemon_and_stays_there(daemon: Daemon, alone:
         async def scene(decoder: Decoder) -> None:
             assert await outputs_around(decoder, lambda: decoder.move(other.address)) == alone
             assert daemon.leases() == []
-            # The next loss is met where the load is now.
+            # The next loss is handled where the load is now.
             assert await outputs_around(decoder, lambda: revoke_lease(other, decoder)) == alone
             assert decoder._supervisor.serving.lease.address == other.address
 

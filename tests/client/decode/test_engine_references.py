@@ -31,10 +31,10 @@ from helpers.decode.reference import Reference
 
 LIMITS = StepLimits(max_rows=16, tables=6, positions=128)
 MAX_TINY_ERROR = 0.25
-"""Of logits with a deviation of 3.3. The reference itself, with bf16 between its linears, is off by 0.11."""
+"""Bound for logits with a deviation of 3.3. The reference itself, with bf16 between its linears, is off by 0.11."""
 
 MAX_SMALL_ERROR = 0.1
-"""Of logits with a deviation of 1. The reference itself, rounded alike, is off by 0.04."""
+"""Bound for logits with a deviation of 1. The reference itself, with the same rounding, is off by 0.04."""
 
 
 def check(

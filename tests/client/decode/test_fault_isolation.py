@@ -6,7 +6,7 @@ from gpulease.client.decode.supervisor.fault_isolation import FaultIsolation
 
 
 def found_by(isolation: FaultIsolation, poison: set[str], everybody: list[str]) -> tuple[list[str], int]:
-    """Compute everybody until all but the poisoned are cleared. Returns who was given up, and the engines lost."""
+    """Compute all requests until all but the poisoned are cleared. Returns those given up, and the lost engines."""
     given_up: list[str] = []
     lost = 0
     computed = everybody

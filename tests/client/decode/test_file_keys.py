@@ -39,7 +39,7 @@ from helpers.made_models import FOLDER_MODELS, QWEN3, config_json, gguf_metadata
 Said = dict[str, Any]
 
 ODD: Final = (True, 7, 0.375, "odd", [7], {"odd": 7})
-"""Values of every kind, of which some are no key's neutral ones."""
+"""Values of every kind; some of them are not neutral for any key."""
 
 STRETCHED: Final = {
     "rope_type": "llama3",
@@ -168,7 +168,7 @@ NO_LLAMA_3: Final = ("original_max_position_embeddings",)
 """Keys of scalings that a Gemma 3 may not have."""
 
 MODEL_TYPES: Final = {Family.GEMMA3: "gemma3_text"}
-"""Where config.json has another name of a family."""
+"""Families that have another name in config.json."""
 
 
 def config_kind(family: Family) -> Kind:
@@ -389,7 +389,7 @@ def vocabulary(**said: Any) -> tuple[Said, Said]:
 
 
 TWELVE: Final = {f"{AT}tokens": [*GGUF_TOKENS, "12"], f"{AT}pre": "gpt-2", f"{AT}merges": ["1 2"]}
-"""A file that has a number as one token, and does not cut numbers into digits."""
+"""Return a file that has a number as one token, and does not split numbers into digits."""
 
 GGUF_CHANGES: Final = {
     "general.architecture": after(**{"general.architecture": "gemma"}),
@@ -466,7 +466,7 @@ def test_a_refused_key_is_refused_by_name_unless_it_is_neutral(kind: Kind) -> No
         for value in ODD:
             if not entry.is_neutral(value):
                 assert f"{key} is {str(value)!r}" in str(kind.outcome({key: value}))
-        # The library takes no list for a number.
+        # The library does not accept a list as a number.
         lists: list[list[Any]] = [] if kind.table is MODEL_KEYS else [[], list(entry.neutral)]
         for value in (None, *lists, *entry.neutral):
             assert kind.load(kind.base | {key: value}) == plain, (key, value)

@@ -11,7 +11,7 @@ async def _endless(ended: list[str]) -> None:
     try:
         await asyncio.Event().wait()
     finally:
-        # The clean-up of a cancelled work takes a turn of the loop, and is waited for.
+        # The clean-up of a cancelled task takes a turn of the loop, and the call waits for it.
         await asyncio.sleep(0)
         ended.append("cleaned up")
 

@@ -42,7 +42,7 @@ from helpers.decode.random_models import EXPERTS, GEMMA, GEMMA_IN_PARTS, TINY
 BLOCK = block_bytes(TINY)
 NAN = b"\xff\xff"
 OWN_BLOCKS = 4
-"""Blocks that rows of these tests say their region has; the rest of the pool stands for other memory."""
+"""Number of blocks that the rows of these tests declare for their region; the rest of the pool is other memory."""
 
 FIRST, SECOND = Seat(0, 0, 0, (2, 1)), Seat(1, 1, 1, (0, 3))
 
@@ -50,7 +50,7 @@ FIRST, SECOND = Seat(0, 0, 0, (2, 1)), Seat(1, 1, 1, (0, 3))
 def places(
     seats: Sequence[tuple[Seat, int]], tenant: int, size_bytes: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
-    """Which bytes of a tenant's region hold keys and values of these positions."""
+    """Return which bytes of a tenant's region hold keys and values of these positions."""
     found = np.zeros(size_bytes, bool)
     head_bytes = 2 * TINY.head_width
     for seat, position in seats:
@@ -129,7 +129,7 @@ async def behind_a_page(rig: EngineRig, entry: int, memory: bytes) -> tuple[Resu
 
 
 def test_an_entry_outside_of_the_region_reads_as_nothing(tiny: RunningRig) -> None:
-    """Its memory is there, in the same pool; whatever it holds, the bits are those of no entry at all."""
+    """The entry's memory exists, in the same pool; whatever it holds, the bits are the same as without the entry."""
 
     async def part(rig: EngineRig) -> None:
         entries = [-1, OWN_BLOCKS, BLOCKS - 1, BLOCKS, 2**31 - 1, -(2**31)]
@@ -144,7 +144,7 @@ def test_an_entry_outside_of_the_region_reads_as_nothing(tiny: RunningRig) -> No
 
 
 def test_a_padded_row_is_nobody_s(tiny: RunningRig) -> None:
-    """Its record names a block, a table's row and a token, and none of them is written or read."""
+    """The padding's record names a block, a row of the tables and a token; none of them is read or written."""
 
     async def part(rig: EngineRig) -> None:
         engine, forward = rig.engine, rig.engine.forward
@@ -281,7 +281,7 @@ def test_the_lease_counts_the_launches_of_graphs_beyond_those_that_need_no_room(
     async def part(rig: EngineRig) -> None:
         forward, checkpoint = rig.engine.forward, RandomCheckpoint(TINY, 1)
         limits = forward.limits
-        # Without graphs for fewer logits, as a model has that exceeds the limit.
+        # Without graphs for fewer logits, like a model that exceeds the limit.
         kinds = [
             (rows, kind) for rows in buckets_of(limits.max_rows) for kind in forward.kinds(rows) if not kind.head_rows
         ]
@@ -321,7 +321,7 @@ def test_attention_s_parts_have_room_for_the_rows_that_are_few_enough_to_be_cut(
 
 
 def test_long_sequences_have_room_for_the_parts_of_some_rows_of_large_steps() -> None:
-    """For 64 rows, or as many as the most parts allow; but not less than what small steps need."""
+    """Room for 64 rows, or for as many as the largest number of parts allows; at least what small steps need."""
     config = replace(TINY, heads=8, key_heads=8)
     shapes = [(32, 8000), (33, 8000), (256, 3072), (256, 8000), (256, 32_000), (256, 128_000)]
     sums = [buffer_sizes(config, StepLimits(rows, 6, positions))["sums"] / (4 * 8) for rows, positions in shapes]
@@ -329,7 +329,7 @@ def test_long_sequences_have_room_for_the_parts_of_some_rows_of_large_steps() ->
 
 
 def uneven_rows(*tiles: tuple[int, int]) -> Rows:
-    """Rows of sequences, each with so many adjacent rows up to a position."""
+    """Return rows of sequences, each with this many adjacent rows up to a position."""
     rows = np.zeros(sum(count for count, _ in tiles), ROW)
     rows["table"] = np.repeat(np.arange(len(tiles)), [count for count, _ in tiles])
     rows["position"] = np.concatenate([np.arange(last - count, last) + 1 for count, last in tiles])
@@ -337,7 +337,7 @@ def uneven_rows(*tiles: tuple[int, int]) -> Rows:
 
 
 LLAMA_3B: Final = replace(TINY, heads=24, key_heads=8)
-"""Its tiles have ten rows; a card computes 33 at a time."""
+"""The step's tiles have ten rows; a card computes 33 tiles at a time."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A generation without a decoder: what its reader gets of tokens that come before, during and after its waits."""
+"""A generation without a decoder: what its reader gets if tokens come before, during or after its waits."""
 
 import asyncio
 

@@ -13,7 +13,7 @@ from helpers.decode.gguf_files import SUPERBLOCK, kept, kept_tensors, quantise, 
 from helpers.decode.made_models import F32, SMALL_LLAMA, SMALL_MODELS, random_tensors
 
 STEPS = {Type.F16: 2048, Type.BF16: 256, Type.Q8_0: 254, Type.Q4_0: 15, Type.Q4_1: 15, Type.Q5_0: 31}
-"""Steps between the least and the largest value of a block, at the least."""
+"""Least number of steps between the smallest and the largest value of a block."""
 
 
 def values_of(seed: int, rows: int = 3, scale: float = 1.0) -> F32:
@@ -31,7 +31,7 @@ def test_the_library_s_kinds_are_near(kind: Type) -> None:
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-3, 1.0, 30.0]))
 def test_superblocks_are_near(kind: Type, steps: int, seed: int, scale: float) -> None:
     values = values_of(seed, scale=scale)
-    # Half a step, and what scales of six and eight bits add: two steps of the largest group at the most.
+    # Half a step, and the error of scales of six and eight bits: at most two steps of the largest group.
     assert np.abs(kept(values, kind) - values).max() < 2 * np.abs(values).max() * 2 / steps
 
 

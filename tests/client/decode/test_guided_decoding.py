@@ -35,7 +35,7 @@ async def guided_alone(decoder: Decoder) -> Outputs:
 
 
 def test_guided_sequences_have_the_tokens_together_that_they_have_alone(daemon: Daemon, alone: Outputs) -> None:
-    """Beside unguided ones, which have theirs, and across the loss of a region in the middle."""
+    """Next to unguided sequences, which keep their tokens, and across the loss of a region in the middle."""
 
     async def scene(decoder: Decoder) -> None:
         expected = await guided_alone(decoder)
@@ -45,7 +45,7 @@ def test_guided_sequences_have_the_tokens_together_that_they_have_alone(daemon: 
         assert found == expected
         for name, other in zip(("b", "c", "d"), others, strict=True):
             assert await read(other) == alone[name]
-        # Its guide goes on where it was: the replay has the tokens emitted so far in its prompt.
+        # Its guide continues where it was: the replay's prompt contains the tokens emitted so far.
         for name in ("a", "c"):
             lost = guided(decoder, name)
             output = [await anext(lost) for _ in range(5)]
@@ -68,7 +68,7 @@ def test_lists_of_tokens_are_kept_and_change_no_other_choice(daemon: Daemon) -> 
         assert not {(5, 5), (7, 8)} & set(pairs)
         prompt = [1, 2, 3]
         plain = [one.token for one in await read(decoder.submit(prompt, max_tokens=8, tenant_id="a"))]
-        # The third token is bad behind the two before it, and at no other place.
+        # The third token is bad after the two before it, and nowhere else.
         words = (tuple(plain[:3]),)
         sampling = SamplingParameters(bad_words=words)
         other = await read(decoder.submit(prompt, max_tokens=8, tenant_id="a", sampling=sampling, ranks=2))
@@ -81,7 +81,7 @@ def test_lists_of_tokens_are_kept_and_change_no_other_choice(daemon: Daemon) -> 
 
 
 async def logits_of(decoder: Decoder, tokens: list[int]) -> Any:
-    """The logits behind some tokens, from the engine's last step."""
+    """Return the logits after some tokens, from the engine's last step."""
     await read(decoder.submit(tokens, max_tokens=1, tenant_id="c"))
     rows = 1 if len(tokens) <= 1 else len(tokens)
     return (await decoder.engine.logits(rows))[rows - 1]
@@ -195,7 +195,7 @@ def test_lists_that_may_leave_no_token_are_refused(daemon: Daemon) -> None:
             with pytest.raises(RequestRejected, match="a token must be left") as refused:
                 decoder.submit([1, 2], max_tokens=1, tenant_id="a", sampling=sampling)
             assert refused.value.parameter == "allowed_token_ids"
-        # Where the end alone is allowed, it comes at once.
+        # If only the end is allowed, it comes at once.
         sampling = SamplingParameters(allowed_token_ids=(7,), stop_token_ids=(7,))
         ending = decoder.submit([1, 2], max_tokens=3, tenant_id="a", sampling=sampling)
         assert [one.token for one in await read(ending)] == [7]

@@ -24,13 +24,13 @@ from helpers.decode.smollm2 import smollm2_file, smollm2_model, smollm2_tokenize
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_INSTALLED, reason="xllamacpp is not installed")]
 
 MAX_ERROR = 1e-4
-"""Of log-probabilities, both sides in f32: measured 4e-5 and less."""
+"""Bound on differences of log-probabilities, both sides in f32: measured 4e-5 and less."""
 
 MAX_GELU_ERROR = 5e-3
-"""The same where gates are GELU, which llama.cpp reads from a table in f16: measured 2e-3."""
+"""The same for gates with GELU, which llama.cpp reads from a table in f16: measured 2e-3."""
 
 MAX_ENGINE_ERROR = 0.35
-"""Of the tiny model's log-probabilities: 0.25 of its logits, and the error of their sum."""
+"""Bound for the tiny model's log-probabilities: 0.25 of its logits, and the error of their sum."""
 
 LIMITS = StepLimits(max_rows=16, tables=6, positions=128)
 

@@ -68,7 +68,7 @@ def test_the_model_used_least_recently_makes_room_and_comes_back_from_the_host()
     assert models.request(4, "c", 10.0, LATE) == [Park("b")]
     assert models.parked("b", 10.0) == [Load("c")]
     assert models.loaded("c", 11.0) == [Admit(4)]
-    # c came just now, a is used: b waits for c's stay or a's end, whichever is first.
+    # c has just been loaded, and a is in use: b waits for the end of c's stay or of a's use, whichever comes first.
     assert models.request(5, "a", 11.0, LATE) == [Admit(5)]
     assert models.request(6, "b", 12.0, LATE) == []
     assert models.release(5, 13.0) == [Park("a")]
@@ -108,7 +108,7 @@ def test_nothing_overtakes_the_first_model_that_waits() -> None:
     models.request(1, "a", 0.0, LATE)
     models.loaded("a", 0.0)
     assert models.request(2, "b", 1.0, LATE) == []
-    # c would fit next to a, and so would every small model behind it.
+    # c would fit next to a, and so would every small model after it.
     assert models.request(3, "c", 1.0, LATE) == []
     assert models.tick(5.0) == []
     assert models.release(1, 6.0) == [Park("a")]
@@ -215,7 +215,7 @@ def test_a_model_whose_requests_all_waited_too_long_comes_nevertheless() -> None
     models = pool(2, 2, 2)
     models.request(1, "a", 0.0, LATE)
     models.loaded("a", 0.0)
-    # Their callers ask again and again, and would each time be behind all others.
+    # Their callers retry again and again, and each time would be last in the queue.
     assert models.request(2, "b", 1.0, 1.0) == [Refuse(2, ModelRefusal.WAITED_TOO_LONG)]
     assert models.request(3, "c", 1.0, LATE) == []
     assert models.release(1, 6.0) == [Park("a")]
@@ -271,7 +271,7 @@ def test_a_drain_refuses_what_waits_and_lets_the_rest_end() -> None:
     models.request(2, "b", 1.0, LATE)
     assert models.drain(2.0) == [Refuse(2, ModelRefusal.STOPPING)]
     assert models.request(3, "a", 2.0, LATE) == [Refuse(3, ModelRefusal.STOPPING)]
-    # A reload loads nothing any more.
+    # A reload no longer loads anything.
     assert models.change({"a": ModelTerms(2), "c": ModelTerms(0, is_preloaded=True)}, 2.0) == []
     assert models.release(1, 9.0) == []
 
@@ -286,7 +286,7 @@ def test_a_model_that_is_idle_while_the_pool_stops_is_not_parked() -> None:
 
 @pytest.mark.parametrize("models", [2, 4])
 def test_no_model_starves_while_others_are_always_in_use(models: int) -> None:
-    """Each model has a request in use whenever it is there; a load takes 1 s, a request 3 s, a stay 5 s."""
+    """Each model has a request in progress whenever it is loaded; a load takes 1 s, a request 3 s, a stay 5 s."""
     residency = pool(*[2] * models)
     names, now, ticket = "abcd"[:models], 0.0, 0
     due: list[tuple[float, str, object]] = []
@@ -335,7 +335,7 @@ def test_no_model_starves_while_others_are_always_in_use(models: int) -> None:
             apply(answer(str(what), now))
     for times in admitted.values():
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        # A turn of another: its arrival, its stay, the longest request that was admitted in it, its departure.
+        # Another model's turn: its load, its stay, the longest request that was admitted in it, its departure.
         assert max(gaps) <= models * (1 + 5 + 3 + 1 + 1)
 
 
@@ -359,7 +359,7 @@ class AnyOrder(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Admit(ticket):
-                    # Once, while it waits, and only a model that is there.
+                    # Once, while it waits, and only a loaded model.
                     name = self.in_use[ticket] = self.wants.pop(ticket)
                     assert self.models.models[name].state is ModelState.LOADED
                 case Refuse(ticket):
@@ -436,7 +436,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_by_a_fault(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(set(self.in_use.values()))))
-        # Its requests got the error.
+        # The error was the answer to its requests.
         self.in_use = {ticket: model for ticket, model in self.in_use.items() if model != name}
         self.apply(self.models.ended(name, "fault", self.now))
 
@@ -461,7 +461,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.apply(effects)
 
     def teardown(self) -> None:
-        """Whatever came before: if requests end and effects succeed, everybody who waits is served."""
+        """Whatever came before: if requests end and effects succeed, every waiting request is served."""
         for _ in range(200):
             if not self.wants:
                 return

@@ -1,4 +1,4 @@
-"""A model's texts that another process reads are those that this one would read."""
+"""Another process reads the same texts of a model as this one would."""
 
 from pathlib import Path
 

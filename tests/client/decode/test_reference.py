@@ -14,7 +14,7 @@ from helpers.decode.made_models import FOLDER_MODELS, SMALL_LLAMA, SMALL_MODELS,
 from helpers.decode.reference import Reference, frequencies
 
 MAX_F32_ERROR = 1e-4
-"""Of logits near one, behind sums of 512 products each: measured 1e-6 to 4e-6."""
+"""Bound for logits near one, after sums of 512 products each: measured 1e-6 to 4e-6."""
 
 PROMPT = [int(token) for token in np.random.default_rng(1).integers(0, SMALL_LLAMA.vocabulary, 24)]
 
@@ -53,7 +53,7 @@ def test_biases_and_head_norms_matter(name: str) -> None:
 
 
 def test_a_window_hides_what_is_before_it() -> None:
-    """Through two layers of windows of 20, a row's logits depend on the last 39 tokens alone."""
+    """Through two layers with windows of 20, a row's logits depend only on the last 39 tokens."""
     config = FOLDER_MODELS["mistral"]
     model = Reference(config, made(config))
     one, other = [*PROMPT, *PROMPT], [9, *PROMPT[1:], *PROMPT]

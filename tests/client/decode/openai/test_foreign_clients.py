@@ -60,7 +60,7 @@ def test_a_client_works_unchanged(rig: OpenAiRig, package: str) -> None:
                 case "played":
                     played += 1
                 case "suspend":
-                    # Ann's next request waits for her region, and gets a 503.
+                    # Ann's next request waits for her region, and is refused with a 503.
                     rig.wait_for(rig.decoder.suspend("ann"))
                 case "resume":
                     rig.wait_for(rig.decoder.resume("ann"))

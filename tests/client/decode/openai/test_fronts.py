@@ -1,4 +1,4 @@
-"""Fronts: what a front may send, and what its death, its silence and its lies cost."""
+"""Fronts: what a front may send, and what happens if a front dies, hangs or sends false messages."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_stopping_server_finishes_its_streams(shared_daemon: Daemon, http_proc
                 if line.startswith("data: "):
                     begun.set()
 
-    # Longer than any host takes for some tokens.
+    # Longer than any host needs for a few tokens.
     with openai_rig(shared_daemon, http_processes=http_processes, stop_s=60) as rig:
         reading = threading.Thread(target=read, args=[rig])
         reading.start()

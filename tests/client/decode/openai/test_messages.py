@@ -1,4 +1,4 @@
-"""Anthropic's messages give the same texts, calls and events as chats. The tests parse the events themselves."""
+"""Anthropic's messages yield the same texts, calls and events as chats. The tests parse the events themselves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def called(**members: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rig(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiRig]:
-    """A server with a front, and the tiny model with a template of tools."""
+    """A server with a front, and the tiny model with a template that renders tools."""
     folder = shutil.copytree(TINY_MODEL, tmp_path_factory.mktemp("model") / "tiny")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES_TEMPLATE}))

@@ -28,7 +28,7 @@ from helpers.decode.decode_lines import lines_of
 from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
 
-# Where it is used: every process of a run imports this file, and its import takes half a second.
+# Import the client where it is used: every process of a run imports this file, and the client takes half a second.
 if TYPE_CHECKING:
     import openai
 
@@ -37,7 +37,7 @@ USER = [{"role": "user", "content": "What does the with statement do?"}]
 
 
 class Heard(DecoderObserver):
-    """Requests that ended."""
+    """Number of requests that have ended."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
@@ -165,11 +165,11 @@ def test_an_answer_includes_its_stop_only_on_request(rig: OpenAiRig, client: ope
     behind = whole.text.index(stop) + len(stop)
     (done,) = complete(client, stop=[stop, "nowhere"], extra_body=with_stop, logprobs=0).choices
     assert (done.text, done.finish_reason) == (whole.text[:behind], "stop")
-    # The tokens are those of the text: the last one may go on behind the stop.
+    # The tokens are those of the text; the last one may continue after the stop.
     assert "".join(done.logprobs.tokens).startswith(done.text)
     streamed = complete(client, stop=stop, extra_body=with_stop, stream=True)
     assert text_of(streamed) == done.text
-    # Likewise a token that the caller has chosen as an end.
+    # The same for a token that the caller has chosen as an end.
     with rig.http() as http:
         ids = http.post("/tokenize", json={"prompt": whole.text, "add_special_tokens": False}).json()["tokens"]
     place = ids.index(ids[4])
@@ -180,7 +180,7 @@ def test_an_answer_includes_its_stop_only_on_request(rig: OpenAiRig, client: ope
 
 
 def test_a_chat_s_last_message_is_continued(rig: OpenAiRig, client: openai.OpenAI) -> None:
-    """The answer is that of the rendered prompt, cut behind the message's content."""
+    """The answer is that to the rendered prompt, cut off after the message's content."""
     import openai
 
     begun = [*USER, {"role": "assistant", "content": "The with"}]
@@ -192,7 +192,7 @@ def test_a_chat_s_last_message_is_continued(rig: OpenAiRig, client: openai.OpenA
     continued = chat(client, messages=begun, extra_body={"continue_final_message": True})
     done = complete(client, prompt=tokens, max_tokens=8)
     assert continued.choices[0].message.content == done.choices[0].text
-    # How many of them were there before depends on the requests before.
+    # How many there were before depends on earlier requests.
     counts = [(one.usage.prompt_tokens, one.usage.completion_tokens) for one in (continued, done)]
     assert counts[0] == counts[1]
     both = {"continue_final_message": True, "add_generation_prompt": True}
@@ -210,7 +210,7 @@ def test_a_prompt_is_cut_to_as_many_tokens_as_its_caller_says(client: openai.Ope
 
     assert answer(tokens, truncate_prompt_tokens=20) == answer(tokens[-20:])
     assert answer(tokens, truncate_prompt_tokens=20, truncation_side="right") == answer(tokens[:20])
-    # As many as the context of 160 positions has room for. The last token of the answer takes none.
+    # As many as the context of 160 positions has room for; the answer's last token takes no position.
     assert answer(tokens, truncate_prompt_tokens=-1) == answer(tokens[-155:])
     # A text that could never fit, and one that is short enough.
     assert answer("The with statement " * 500, truncate_prompt_tokens=9)[1] == 9
@@ -270,7 +270,7 @@ def test_other_tasks_run_while_a_long_prompt_s_log_probabilities_are_named() -> 
         return len(found)
 
     assert asyncio.run(named()) == 101
-    # One for each PROMPT_TOKENS_AT_ONCE tokens.
+    # One result for each PROMPT_TOKENS_AT_ONCE tokens.
     assert len(turns) == 4
 
 
@@ -281,7 +281,7 @@ def test_lists_of_tokens_and_words_limit_an_answer(rig: OpenAiRig, client: opena
         return (await rig.decoder.tokenizer()).encode(text, begins=False)
 
     plain = complete(client, max_tokens=24, logprobs=0).choices[0]
-    # A word of the answer, which it has no more.
+    # A word of the answer, which the answer no longer contains.
     word = max(re.findall(r"[a-z]+", plain.text), key=len)
     for bad in (word, f" {word}"):
         other = complete(client, max_tokens=24, extra_body={"bad_words": [bad]}).choices[0].text
@@ -366,7 +366,7 @@ def test_a_prompt_that_can_t_fit_is_refused_as_too_long_before_it_is_cut(
         reply = http.post(f"/v1/{path}", content=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
     message = reply.json()["error"]["message"]
-    # Clients that shorten a chat know the error by these words.
+    # Clients that shorten a chat recognise the error by these words.
     assert "This model's maximum context length is 160 tokens. However, " in message
 
 
@@ -440,7 +440,7 @@ def test_the_model_says_how_long_the_caller_s_requests_may_be(rig: OpenAiRig, cl
     assert client.models.retrieve(MODEL).max_model_len == 160  # type: ignore[attr-defined]
     with rig.client("eve") as eve:
         assert next(iter(eve.models.list())).max_model_len == 64  # type: ignore[attr-defined]
-        # A chat that does not say how long its answer is gets what her region has room for.
+        # The answer to a chat without a limit may be as long as her region has room for.
         messages = [{"role": "user", "content": "What does the with statement do? " * 2}]
         whole = chat(eve, messages=messages, max_tokens=None)
     assert whole.usage.completion_tokens < CHAT_TOKENS
@@ -461,7 +461,7 @@ def test_a_request_that_waits_too_long_is_told_when_to_ask_again(rig: OpenAiRig,
         assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
         assert reply.json()["error"]["code"] == "pool_exhausted"
         return
-    # Its head was sent as it began to wait.
+    # The head was sent when the request began to wait.
     *comments, last = reply.text.removesuffix("\n\n").split("\n\n")
     told = json.loads(last.removeprefix("data: "))
     assert (reply.status_code, set(comments)) == (200, {": waiting"})
@@ -561,7 +561,7 @@ def test_a_caller_that_hangs_up_ends_its_sequence(rig: OpenAiRig, heard: Heard, 
         ):
             next(reply.iter_bytes())
     else:
-        # It hangs up once its sequence is computed: earlier, it might have no sequence to end.
+        # The client disconnects once its sequence is being computed; before that, there might be no sequence to end.
         host, _, port = rig.url.removeprefix("http://").partition(":")
         body = json.dumps(asked)
         head = f"Host: {host}:{port}\r\nAuthorization: Bearer {key_of('ann')}\r\nX-Request-Id: {name}\r\n"
@@ -592,7 +592,7 @@ def test_a_lost_region_shows_in_the_extension_alone(
 def test_an_error_in_mid_stream_is_an_event(shared_daemon: Daemon) -> None:
     import openai
 
-    """The whole lease is revoked behind the first tokens."""
+    """The whole lease is revoked after the first tokens."""
     with openai_rig(shared_daemon) as rig, rig.client() as client:
         stream = iter(complete(client, stream=True, max_tokens=120))
         next(stream)
@@ -659,7 +659,7 @@ def test_requests_that_fail_write_no_more_lines_than_their_tenant_has(
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.decoder, "submit", fail)
-        # No line comes back while this test runs.
+        # No budget of lines is refilled while this test runs.
         patch.setattr(decode_log, "LINE_EVERY_S", 1e9)
         patch.setattr(rig.decoder.log, "_budgets", {})
         for _ in range(decode_log.LINES_AT_ONCE + 3):

@@ -65,7 +65,7 @@ USED_VALUES: Final[dict[str, Any]] = {
     "truncate_prompt_tokens": 5,
     "truncation_side": "right",
 }
-"""A value of each parameter that is used, which changes the request; where chats differ, by whether it is one."""
+"""For each parameter that is used, a value that changes the request; if chats differ, by whether it is a chat."""
 
 TAKEN_WITH: Final[dict[str, dict[str, Any]]] = {
     "parallel_tool_calls": {"tools": TOOLS},
@@ -73,7 +73,7 @@ TAKEN_WITH: Final[dict[str, dict[str, Any]]] = {
     "top_logprobs": {"logprobs": True},
     "truncation_side": {"truncate_prompt_tokens": 5},
 }
-"""Parameters that change a request only with others."""
+"""Parameters that change a request only together with others."""
 
 DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
     "n": 1,
@@ -112,7 +112,7 @@ DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
     "extra_args": None,
     "skip_reading_prefix_cache": False,
 }
-"""What programs send that write every parameter of vLLM's SamplingParams, at its default."""
+"""What a program sends if it writes every parameter of vLLM's SamplingParams with its default."""
 
 DEFAULTS_OF_LLAMA_CPP: Final[dict[str, Any]] = {
     "dynatemp_range": 0.0,
@@ -144,7 +144,7 @@ DEFAULTS_OF_LLAMA_CPP: Final[dict[str, Any]] = {
     "lora": [],
     "timings_per_token": False,
 }
-"""What programs send that write the parameters of llama.cpp's server, at their defaults."""
+"""What a program sends if it writes the parameters of llama.cpp's server with their defaults."""
 
 OF_VLLM: Final = """
     add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt chat_template
@@ -163,7 +163,7 @@ OF_VLLM: Final = """
 
 def parsed(is_chat: bool, said: dict[str, Any]) -> CompletionRequest:
     usual: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Hi"}
-    # stream_options are taken with stream alone.
+    # stream_options are accepted only with stream.
     usual["stream"] = "stream_options" in said
     return parse_request(json.dumps(usual | said).encode(), is_chat=is_chat, fresh_seed=7)
 
@@ -185,7 +185,7 @@ def test_each_parameter_is_what_the_table_says(name: str, is_chat: bool) -> None
     plain = parsed(is_chat, {})
     assert (parameter.is_used, parameter.is_ignored).count(True) <= 1
     assert not (parameter.is_ignored and parameter.neutral)
-    # A parameter that is used everywhere has no values that stand for its absence.
+    # A parameter that is used everywhere has no values that mean the same as its absence.
     assert not (parameter.is_used and parameter.neutral and parameter.is_of_chats and parameter.is_of_completions)
     if not asked(parameter, is_chat):
         assert refusal(is_chat, {name: "x"}).code == "unknown_parameter"
@@ -219,12 +219,12 @@ def test_the_defaults_of_clients_are_taken(is_chat: bool) -> None:
 
 
 def test_every_parameter_of_vllm_is_in_the_table() -> None:
-    """One that is not used or neutral is refused by its name, not as one that nobody knows."""
+    """A parameter that is neither used nor neutral is refused by its name, not as an unknown one."""
     assert not set(OF_VLLM.split()) - PARAMETERS.keys()
 
 
 def test_every_parameter_of_openai_s_client_is_in_the_table() -> None:
-    # Here: every process of a run imports this file, and its import of the client takes half a second.
+    # Import it here: every process of a run imports this file, and the client takes half a second.
     from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParameters
     from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParameters

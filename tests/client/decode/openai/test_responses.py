@@ -1,4 +1,4 @@
-"""The Responses API's texts and functions, with OpenAI's own client, unchanged; its answers are the chats'."""
+"""The Responses API's texts and functions, with OpenAI's own client, unchanged; its answers are those of chats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_CHAT = [
 
 @pytest.fixture(scope="module")
 def rig(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiRig]:
-    """A server behind a front, on the tiny model with a template of tools."""
+    """A server behind a front, with the tiny model and a template that renders tools."""
     folder = shutil.copytree(TINY_MODEL, tmp_path_factory.mktemp("model") / "tiny")
     said = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(said | {"chat_template": HERMES_TEMPLATE}))
@@ -117,7 +117,7 @@ def test_forms(client: openai.OpenAI) -> None:
     assert response.text.format.type == "json_schema"
     written = {"format": {"type": "json_object"}}
     assert respond(client, text=written).output_text.startswith("{")
-    # The client's own way of parsing, which makes the schema.
+    # The client's own method for parsed answers, which makes the schema.
     parsed = respond(client, text={"format": {"type": "text"}})
     assert parsed.output_text == respond(client).output_text
 

@@ -1,4 +1,4 @@
-"""What operators and other servers' clients call besides completions: health, version, tokens, and browsers' checks."""
+"""What operators and clients of other servers call besides completions: health, version, tokens, browsers' checks."""
 
 import re
 from collections.abc import Iterator

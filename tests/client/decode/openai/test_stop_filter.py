@@ -1,4 +1,4 @@
-"""A text ends before its first stop, or behind it: the result does not depend on the pieces."""
+"""A text ends before its first stop, or after it: the result does not depend on the pieces."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
 def cut(text: str, stops: list[str], *, includes_stop: bool = False) -> str:
-    """The text, letter by letter, up to the longest stop that is complete first."""
+    """Return the text, read letter by letter, up to the first stop that is complete; of several, the longest."""
     for end in range(1, len(text) + 1):
         begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if begins:

@@ -1,4 +1,4 @@
-"""Structural tags: the grammar takes text with whole tags alone, by each of the ways to write them."""
+"""Structural tags: the grammar accepts only text with whole tags, in each of the forms in which they are written."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_format_says_how_many_tags_there_are(is_required: bool, is_single: boo
 def test_a_trigger_that_is_a_special_token_is_that_token() -> None:
     text = grammar(STRUCTURES, {"[go": 3})
     assert "TEXT? <[3]> (tag_2)" in text
-    # Its name as text begins no tag.
+    # The tag's name as text does not begin a tag.
     assert accepts(text, "[go")
 
 

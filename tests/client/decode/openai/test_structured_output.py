@@ -42,7 +42,7 @@ SCHEMAS = {"look": PLACE, "walk": SHORT}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a template of tools."""
+    """The tiny model with a template that renders tools."""
     folder = tmp_path_factory.mktemp("tiny")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(Path(TINY_MODEL) / name, folder)
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rig(shared_daemon: Daemon, model: Path) -> Iterator[OpenAiRig]:
-    # Behind a front, as servers run: its answers pass through both processes.
+    # Behind a front, as usual: the answers pass through both processes.
     with openai_rig(shared_daemon, wait_s=60.0, http_processes=1, model=model) as running:
         yield running
 
@@ -84,7 +84,7 @@ def test_an_answer_is_valid_by_its_schema(client: openai.OpenAI, is_stream: bool
 
 
 def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: openai.OpenAI) -> None:
-    # Here: every process of a run imports this file, and its import of the client takes half a second.
+    # Import it here: every process of a run imports this file, and the client takes half a second.
     import openai
 
     kinds = ["billing / invoice", "technical", "other"]
@@ -101,7 +101,7 @@ def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: opena
         extra_body={"structured_outputs": {"regex": r"\d\.\d{2}/x"}},
     )
     assert re.fullmatch(r"\d\.\d{2}/x", done.choices[0].text)
-    # As vLLM's examples have it: the stop is part of what the expression matches.
+    # As in vLLM's examples: the stop is part of what the expression matches.
     mail = {"guided_regex": r"\w{1,9}@\w{1,9}\.com\n"}
     (choice,) = client.completions.create(
         model=MODEL, prompt="Mail", max_tokens=60, seed=3, stop=["\n"], extra_body=mail
@@ -169,7 +169,7 @@ def test_an_answer_has_its_tags_in_their_form(client: openai.OpenAI) -> None:
 
 
 def test_an_answer_that_does_not_fit_says_so(client: openai.OpenAI) -> None:
-    """Every finish is one of the two, and `stop` means valid."""
+    """Every finish reason is one of the two, and `stop` means that the answer is valid."""
     schema = {"type": "array", "items": {"type": "string"}}
     finishes = set()
     for seed in range(8):
@@ -239,7 +239,7 @@ def test_streamed_calls_are_those_of_the_whole(client: openai.OpenAI) -> None:
 
 
 def test_tools_may_be_left_alone(client: openai.OpenAI) -> None:
-    """With auto, text is text, and a call is valid; with none, the tools are not even shown."""
+    """With "auto", the answer is text or a valid call; with "none", the prompt does not even contain the tools."""
     for seed in range(3):
         (answer,) = chat(client, seed=seed, tools=TOOLS, max_tokens=40).choices
         for call in answer.message.tool_calls or []:
@@ -304,7 +304,7 @@ def test_a_schema_that_explodes_is_refused_in_bounded_time_while_others_are_serv
 def test_a_panic_of_the_grammar_s_library_costs_its_own_request_alone(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the check, and in the mask of a step beside other sequences."""
+    """It panics in the check, and in the mask of a step that also has other sequences."""
     import openai
 
     with (
@@ -332,7 +332,7 @@ def test_a_panic_of_the_grammar_s_library_costs_its_own_request_alone(
             chat(client, response_format=by_schema(PLACE))
         assert refused.value.code == "grammar_refused"
         assert served.result(60).choices[0].message.content == expected
-        # The third token's panic ended the request, and gave its blocks back.
+        # The panic at the third token ended the request and returned its blocks.
         assert rig.do(lambda: rig.decoder.scheduler.tenants["ann"].is_idle)
         answer = chat(client, response_format=by_schema(PLACE)).choices[0].message.content
         jsonschema.validate(json.loads(answer), PLACE)
@@ -351,7 +351,7 @@ def test_a_model_without_tools_in_its_template_refuses_them(shared_daemon: Daemo
 
 
 def test_a_named_tool_is_called_once_with_the_members_it_lists(client: openai.OpenAI) -> None:
-    """Clients take the one call for the answer; and a tool's schema rarely says that it has no other members."""
+    """Clients use the single call as the answer, and a tool's schema rarely forbids other members."""
     schema = {name: value for name, value in PLACE.items() if name != "additionalProperties"}
     asked = {"tools": [{"type": "function", "function": {"name": "look", "parameters": schema}}]}
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Formats of calls: the grammar takes what the family writes and nothing else, and the parser reads any pieces."""
+"""Formats of calls: the grammar accepts only what the family writes, and the parser reads it in any pieces."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ CALLS = st.lists(
 
 
 def written(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """What a model of the family writes."""
+    """Return what a model of the family writes."""
     texts = [form.head(name) + json.dumps(arguments, ensure_ascii=False) + "}" for name, arguments in calls]
     return form.trigger + form.first + form.between.join(texts) + form.last
 
@@ -80,7 +80,7 @@ def test_text_stays_text(form: ToolFormat, text: str) -> None:
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether the grammar takes the whole text, token by token, and may end there."""
+    """Return whether the grammar accepts the whole text, token by token, and may end there."""
     tokenizer = open_model(TINY_MODEL).tokenizer()
     library = _library_tokenizer(tokenizer, tokenizer.vocabulary, [0])
     matcher = _library().LLMatcher(library, grammar, log_level=0, limits=_limits())
