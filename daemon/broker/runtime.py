@@ -104,14 +104,7 @@ from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.card_time import CardTimes
-from gpulease.daemon.workers.monitors import (
-    AllowanceProver,
-    CardWatch,
-    KernelWatchdog,
-    MemoryMonitor,
-    Reclaimer,
-    Recycler,
-)
+from gpulease.daemon.workers.monitors import BytesProver, CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler
 from gpulease.daemon.workers.park_orders import ParkOrders
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
@@ -206,7 +199,7 @@ class Runtime:
         self._reclaimer = Reclaimer(source, self.post)
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
-        self._allowance_prover = AllowanceProver(source, workers, self.post, table.regions.allowed_bytes)
+        self._bytes_prover = BytesProver(source, workers, self.post, table.regions.allowed_bytes)
         self._parks = ParkOrders(
             table, workers, source.allowance_bytes, self.post, moves_modules=source.driver != "cpu"
         )
@@ -318,7 +311,7 @@ class Runtime:
         await self._watchdog.stop()
         await self._memory_monitor.stop()
         await self._recycler.stop()
-        await self._allowance_prover.stop()
+        await self._bytes_prover.stop()
         await self._parks.stop()
         await self._reclaimer.stop()
         await self.card_watch.stop()
@@ -508,7 +501,7 @@ class Runtime:
             OpenRegion: self._open_region,
             SetRegion: self._regions.set,
             EndRegion: self._regions.end,
-            ProveRegion: self._allowance_prover.prove,
+            ProveRegion: self._bytes_prover.prove,
             ResizeSlice: self._resize_slice,
             GiveParkMemory: self._parks.give_memory,
             DropParkMemory: self._parks.drop_memory,
@@ -681,7 +674,7 @@ class Runtime:
             self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
         self._settle_worker(lease.lease_id)
         # Proofs and orders for the lease's regions end with the lease.
-        self._allowance_prover.give_up(lease.lease_id)
+        self._bytes_prover.give_up(lease.lease_id)
         self.workers.images.discard(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.card_times.forget(lease.lease_id)

@@ -676,9 +676,7 @@ class WorkerPage:
             return Status.LEASE_EXPIRED
         # Use CLOCK_BOOTTIME, because another node may serve the name while this host is suspended, and CLOCK_MONOTONIC
         # does not run then.
-        if (
-            membership_deadline_boot_ns := self._state[_MEMBERSHIP_DEADLINE]
-        ) and boot_ns() >= membership_deadline_boot_ns:
+        if (until_boot_ns := self._state[_MEMBERSHIP_DEADLINE]) and boot_ns() >= until_boot_ns:
             return Status.REVOKED
         if self.guest is not None and not self._is_admitted(self.guest, now_ns):
             return Status.DENIED

@@ -317,9 +317,8 @@ class LeaseTable:
 
     def counted(self) -> dict[int, str]:
         """Return the tenant of each lease that counts against a quota in the fleet, queued acquires included."""
-        tenants = {
-            lease.lease_id: lease.tenant for lease in self._store.with_claims.values() if lease.terms.fleet_bytes
-        }
+        claimed = self._store.with_claims.values()
+        tenants = {lease.lease_id: lease.tenant for lease in claimed if lease.terms.fleet_bytes}
         acquires = (waiter.acquire for waiter in self._store.queue if waiter.returning is None)
         return tenants | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
 

@@ -2,7 +2,7 @@
 
 `KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares the memory that a
 session holds with the memory that was admitted. `Reclaimer` proves that a dead worker's bytes are free,
-`AllowanceProver` that a live one has returned bytes. `CardWatch` polls the memory that others hold on a card.
+`BytesProver` that a live one has returned bytes. `CardWatch` polls the memory that others hold on a card.
 `Recycler` has a worker scrubbed after its lease, and measures it before its next lease.
 """
 
@@ -392,7 +392,7 @@ class Reclaimer:
         self._post(ReclaimProved(lease_id))
 
 
-class AllowanceProver:
+class BytesProver:
     """Polls a live session's process on a card until it holds no more than it may.
 
     This proves that the bytes of an ended region, of a park or of a smaller lease are free.

@@ -7,7 +7,7 @@ from typing import cast
 
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 from gpulease.daemon.leases import Event, ProveRegion, RegionProved
-from gpulease.daemon.workers.monitors import AllowanceProver
+from gpulease.daemon.workers.monitors import BytesProver
 from gpulease.daemon.workers.registry import Workers
 
 LEASE, REGION = 7, 70
@@ -41,7 +41,7 @@ class Rig:
     def __init__(self, *figures: int | Exception) -> None:
         self.cards, self.workers, self.posted = MadeCards(list(figures)), MadeWorkers(), list[Event]()
         self.allowed = {LEASE: 0}
-        self.prover = AllowanceProver(
+        self.prover = BytesProver(
             cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append, self.allowed.__getitem__
         )
 
