@@ -391,8 +391,9 @@ class _Operator:
 
     def _drain(self, card: str) -> None:
         """Drain a card for a moment, and move what can be moved: to the other cards, or else to the host's memory."""
-        ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
+        # A broker that is killed may have drained the card without a reply.
         try:
+            ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
             uuids = {str(listed["index"]): listed["uuid"] for listed in self._all_cards()}
             uuid = uuids.pop(card)
             others = list(uuids.values())

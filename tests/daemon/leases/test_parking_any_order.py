@@ -1036,6 +1036,15 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 assert worker.deadline_ns in (0, lease.deadline_ns), "a page has another deadline"
 
     @invariant()
+    def whoever_waits_for_a_return_is_served(self) -> None:
+        # An operation that comes later asks for no second return.
+        for lease_id, park in self.table.parking.snapshots().items() if hasattr(self, "table") else ():
+            is_settled = park.phase is ParkPhase.PARKED and park.depth in (ParkDepth.WARM, ParkDepth.COLD)
+            lease = self.table.get(lease_id)
+            if is_settled and park.is_awaited and lease is not None and lease.state is LeaseState.ACTIVE:
+                assert self.table._store.queue.get(-lease_id) is not None, f"lease {lease_id} is in no queue"
+
+    @invariant()
     def records_alternate(self) -> None:
         for lease_id, kinds in getattr(self, "records", {}).items():
             doubled = [kind for kind, after in itertools.pairwise(kinds) if kind is after]
