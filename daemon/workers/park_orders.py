@@ -1,7 +1,8 @@
 """Delivers parking orders to the sessions' workers and their answers to the lease table, and polls sessions' use.
 
 A tenant may have compromised its worker. An answer counts only for the worker's own lease and with the number of the
-last order. Its bytes are bounded by the lease's slice, and the card must prove what the worker claims to have released.
+last order, or of one that an earlier daemon gave. Its bytes are bounded by the lease's slice, and the card must prove
+what the worker claims to have released.
 """
 
 import asyncio
@@ -196,7 +197,9 @@ class ParkOrders:
 
     def on_message(self, lease_id: int, message: messages.ParkReport) -> None:
         lease = self._table.get(lease_id)
-        if lease is None:
+        # Numbers of orders are times, and each is greater than the last: after one from the future, the next might not
+        # fit a message.
+        if lease is None or message.number > time.monotonic_ns():
             return
         match message:
             case messages.ParkedReport():

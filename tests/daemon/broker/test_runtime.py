@@ -11,6 +11,8 @@ from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.runtime import FAULT, PendingRequests, Result, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.contract.message_fields import U64_MAX
+from gpulease.daemon.contract.messages import ReturnedReport, ReturnWantedReport
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
@@ -52,6 +54,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
 )
 from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.leases.park_state import ParkPhase
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.monitors import CardWatch
@@ -192,6 +195,33 @@ def test_a_fault_of_a_wait_timer_answers_its_request() -> None:
         waiting = runtime.expect(answered.set_result)
         runtime.post(AcquireRequested(waiting, "bob", 6, LeaseTerms(900, 60_000), wait_ms=1))
         assert await answered is FAULT
+        await runtime.stop()
+
+    asyncio.run(story())
+
+
+def test_a_worker_can_not_choose_a_number_after_which_no_park_can_be_ordered() -> None:
+    """It may name a park that an earlier daemon has ordered: numbers of parks are times, in 64 bits."""
+
+    async def story() -> None:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(park_memory_bytes=16 << 20))
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
+        terms = LeaseTerms(900, 60_000, park_idle_ms=0)
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, terms))
+        runtime.post(WorkerReady(5))
+        runtime.post(ParkRequested(runtime.expect(lambda _: None), 5, "ann"))
+        state = table._store.parkable[5].park
+        assert state is not None
+        number = state.number
+        runtime.post(SessionParked(5, number, 900))
+        runtime.post(RegionProved(5))
+        runtime._parks.on_message(5, ReturnWantedReport(number))
+        assert state.phase is ParkPhase.RETURNING
+        runtime._parks.on_message(5, ReturnWantedReport(U64_MAX))
+        assert state.number == number
+        runtime._parks.on_message(5, ReturnedReport(number, 900, 0, 0))
+        assert not state.is_off, "the session is on its card"
         await runtime.stop()
 
     asyncio.run(story())
