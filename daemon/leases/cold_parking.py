@@ -13,10 +13,11 @@
    parked state and refuses the requests that wait, provided that the card has room for this worker's context. If a
    worker ends before it receives the image, the session stays cold. If it ends with the image, the lease ends, because
    the session may have done anything by then.
-4. A session is not resumed if its addresses, functions or memory would differ from before. Then a worker of the other
-   kind is tried, because a warm context may have other addresses than a new one. If there is none, or if that does not
-   fit either, the lease ends. In an upgrade of its worker, which is a move to its own card, its former worker takes it
-   back instead (`WorkerUpgrades`).
+4. A session is not resumed if its addresses, functions or memory would differ from before. Then another worker is
+   tried, of the other kind if possible: a warm context may have other addresses than a new one, and the CUDA driver
+   sometimes gives one worker other addresses than the next. After MAX_MISFITS of them the lease ends. If its former
+   worker still has the session, as in an upgrade, at most one worker of each kind is tried, and then the former one
+   takes the session back (`WorkerUpgrades`).
 5. A move is a cold park followed by a return to another card. The lease changes its card while it is charged nothing.
    If the cards are peers, its bytes go from card to card instead, and its former worker is kept until then
    (`direct_moves`).
@@ -57,6 +58,16 @@ from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState, S
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
 from gpulease.protocol.time_units import NS_PER_S
+
+MAX_MISFITS: Final = 4
+"""Maximum number of workers that fail to adopt a cold session in one return.
+
+A few are tried because the CUDA driver's addresses differ between workers now and then (observed on H200, driver 580).
+The limit ends the attempts for a session that fits no worker at all, for example after an update of the driver.
+"""
+
+MAX_HELD_MISFITS: Final = 2
+"""The same while the former worker still has the session: one worker of each kind."""
 
 _LEAVE_TASK: Final = "send its image"
 
@@ -283,10 +294,10 @@ class ColdParking:
         """Order a worker for a cold session that has room."""
         state.depth, state.ordered_ns = ParkDepth.ARRIVING, now_ns
         state.due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
-        # Prefer a warm context; but if the session did not fit a warm context, start a new worker.
-        is_second = state.misfit is not None
-        state.is_on_warm = state.misfit is not True and self._pool.give_to(lease, now_ns, effects)
-        if is_second and state.is_on_warm == state.misfit:
+        # Prefer a warm context; but if the session has just not fitted a warm context, start a new worker.
+        was_on_warm = state.misfits > 0 and state.is_on_warm
+        state.is_on_warm = not was_on_warm and self._pool.give_to(lease, now_ns, effects)
+        if state.held_id and state.misfits and state.is_on_warm == was_on_warm:
             reason = f"{state.misfit_reason.rstrip('.')}, and no worker of another kind is ready"
             self._end_misfit(lease, reason, now_ns, effects)
             return
@@ -352,7 +363,7 @@ class ColdParking:
 
     def on_returned(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Record that a session is complete on a card again, from whichever depth of parking it returned."""
-        state.depth, state.misfit, state.is_in_place = ParkDepth.WARM, None, False
+        state.depth, state.misfits, state.is_in_place = ParkDepth.WARM, 0, False
         if (move := state.move) is not None:
             # If an operation came before the session left its worker, it has only been parked, not moved.
             has_left = state.held_id != 0 if move.from_version else lease.card_uuid == move.card_uuid
@@ -373,18 +384,18 @@ class ColdParking:
         if state is None or not is_mismatch:
             if state is not None:
                 # The new worker has restored the session; only room for its bytes is missing.
-                state.depth, state.misfit = ParkDepth.WARM, None
+                state.depth, state.misfits = ParkDepth.WARM, 0
                 self._upgrades.drop(
                     state, f"the session of lease {lease.lease_id:032x} is in another worker", now_ns, effects
                 )
             self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, effects)
             return False
-        if state.misfit is not None:
+        state.misfits, state.misfit_reason = state.misfits + 1, event.reason
+        if state.misfits >= (MAX_HELD_MISFITS if state.held_id else MAX_MISFITS):
             self._end_misfit(lease, event.reason, now_ns, effects)
             return True
         # The broker still has the image, and the worker has not served any request of the session.
         effects.append(ParkFailed(lease.snapshot(), None, event.reason))
-        state.misfit, state.misfit_reason = state.is_on_warm, event.reason
         self._drop_worker(lease, state, now_ns, effects)
         state.is_awaited = True
         self._await_return(lease, state, now_ns, effects)

@@ -134,9 +134,9 @@ class ParkState:
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.
         need_move_ns: Time before which it is not moved again for others' need.
-        is_on_warm: Whether the worker that was ordered for its return is a warm context.
-        misfit: `is_on_warm` of the worker that could not adopt it in this return; None without such a worker.
-        misfit_reason: Why that worker could not adopt it.
+        is_on_warm: Whether the last worker that was ordered for its return is a warm context.
+        misfits: Number of workers that could not adopt it in this return.
+        misfit_reason: Why the last of them could not adopt it.
         held_id: The id of its former worker, which is set aside as a warm context while the session may return to it; 0
             without one.
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
@@ -169,7 +169,7 @@ class ParkState:
     move: SessionMove | None = None
     need_move_ns: int = 0
     is_on_warm: bool = False
-    misfit: bool | None = None
+    misfits: int = 0
     misfit_reason: str = ""
     held_id: int = 0
     code_bytes: int = 0

@@ -94,7 +94,7 @@ class WorkerUpgrades:
         account.await_bytes(lease, 0)
         state.off_bytes -= held_bytes
         state.kept_bytes = lease.terms.size_bytes - state.off_bytes
-        state.depth, state.misfit, state.stays_here = ParkDepth.WARM, None, reason
+        state.depth, state.misfits, state.stays_here = ParkDepth.WARM, 0, reason
         # Step 2: give the worker the deadline, which may have been renewed, and make it serve its connections again.
         if lease.deadline_ns is not None:
             effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))

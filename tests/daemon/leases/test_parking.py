@@ -12,6 +12,7 @@ from gpulease.daemon.leases import (
     AdoptSession,
     ArmTimer,
     Card,
+    Cause,
     CoreLimits,
     DenialReason,
     DrainRequested,
@@ -77,6 +78,7 @@ from gpulease.daemon.leases import (
     deferred_requests,
     parking,
 )
+from gpulease.daemon.leases.cold_parking import MAX_MISFITS
 from gpulease.daemon.leases.deferred_requests import MAX_DEFERRED
 from gpulease.daemon.leases.park_state import ParkDepth, ParkState
 from gpulease.daemon.leases.parking import PARK_BURST
@@ -477,6 +479,36 @@ def test_a_request_brings_a_session_back_and_is_handled_then(request_: Event, ef
     one(s.do(request_), RestartWorker)
     one(s.do(WorkerReady(1)), AdoptSession)
     assert effect in kinds(s.do(SessionReturned(1, number, 20)))
+
+
+def tried_in_vain(s: Scenario, number: int, workers: int) -> list[Effect]:
+    """Have workers fail to adopt cold session 1; return the last one's effects."""
+    effects = s.do(ReturnWanted(1, number))
+    for _ in range(workers):
+        one(effects, RestartWorker)
+        one(s.do(WorkerReady(1)), AdoptSession)
+        effects = s.do(SessionReturnFailed(1, number, "a variable has moved", is_mismatch=True))
+    return effects
+
+
+def test_a_cold_session_that_fits_a_later_worker_goes_on() -> None:
+    s = scenario(capacity=400)
+    s.active(1, 20, park_idle_ms=0)
+    for _ in range(2):
+        number = cold(s, 1)
+        assert not one(tried_in_vain(s, number, MAX_MISFITS - 1), ParkFailed).is_mismatch
+        one(s.do(WorkerReady(1)), AdoptSession)
+        s.do(SessionReturned(1, number, 20))
+        assert (phase(s, 1), s.lease(1).cause) == (ParkPhase.RESIDENT, None)
+
+
+def test_a_cold_session_that_fits_no_worker_ends_its_lease() -> None:
+    s = scenario(capacity=400)
+    s.active(1, 20, park_idle_ms=0)
+    effects = tried_in_vain(s, cold(s, 1), MAX_MISFITS)
+    assert one(effects, ParkFailed).is_mismatch
+    assert RestartWorker not in kinds(effects)
+    assert s.lease(1).cause is Cause.FAULTED
 
 
 @pytest.mark.parametrize(("request_", "effect"), NEEDS_SESSION)

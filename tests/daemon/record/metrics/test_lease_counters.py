@@ -34,6 +34,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.cold_parking import MAX_MISFITS
 from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, MetricFamily, TenantLabels
@@ -129,10 +130,14 @@ def test_a_session_that_fits_no_other_worker_is_counted() -> None:
     s.do(RegionProved(1))
     s.do(SessionImaged(1, ordered.number, 1000))
     s.do(ReturnWanted(1, ordered.number))
-    s.do(WorkerReady(1))
-    # No worker of another kind is ready, so the lease ends.
-    s.do(SessionReturnFailed(1, ordered.number, "a variable is elsewhere", is_mismatch=True))
-    assert s.count(families.IMAGE_MISMATCHES, *CARD) == 1
+    for _ in range(MAX_MISFITS):
+        assert s.count(families.IMAGE_MISMATCHES, *CARD) == 0
+        s.do(WorkerReady(1))
+        s.do(SessionReturnFailed(1, ordered.number, "a variable is elsewhere", is_mismatch=True))
+        for dropped in s.table.warming():
+            s.do(WorkerExited(dropped.warm_id, "it was killed"))
+            s.do(ReclaimProved(dropped.warm_id))
+    assert s.count(families.IMAGE_MISMATCHES, *CARD) == 1, "the lease ends"
 
 
 @pytest.mark.parametrize("late_s", [0, 0.004])
