@@ -11,7 +11,6 @@ import click
 from gpulease.client.console.command_group import CommandGroup
 from gpulease.client.console.exit_status import MissingPrerequisite, needing
 from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
-from gpulease.interrupts import interrupt_unwinds
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
 LEASE_S: Final = 600.0
@@ -22,7 +21,6 @@ nobody frees lasts this long."""
 @click.group(cls=CommandGroup)
 def main() -> None:
     """Serve Kubernetes' claims with leases. client/integrations/kubernetes/README.md is the guide."""
-    interrupt_unwinds()
 
 
 _node = click.option("--node", required=True, envvar="NODE_NAME", help="The node's name in the cluster (NODE_NAME).")
