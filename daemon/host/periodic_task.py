@@ -25,10 +25,6 @@ class PeriodicTask:
         self._on_fault = on_fault
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def is_started(self) -> bool:
-        return self._task is not None
-
     def start(self, *, at_once: bool = False) -> None:
         """Begin on the running loop, with a pause or, if `at_once`, with a call. A second start does nothing."""
         if self._task is None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, for_reading, overran
@@ -460,45 +461,51 @@ class BytesProver:
 
 
 class CardWatch:
-    """Reports to the lease table, once a second, how much memory others than the daemon's workers hold on each card."""
+    """Reports to the lease table, once a second, how much memory others than the daemon's workers hold on each card.
+
+    Cards are polled independently: one that does not answer delays no other.
+    """
 
     def __init__(
         self, source: CardSource, card_uuids: Sequence[str], workers: Workers, post: Callable[[Event], None]
     ) -> None:
         self._source = source
-        self._card_uuids = card_uuids
         self._workers = workers
         self._post = post
-        self._rounds = PeriodicTask(self._poll_all, lambda: ROUND_S)
+        self._rounds = {
+            card_uuid: PeriodicTask(partial(self._poll, card_uuid), lambda: ROUND_S) for card_uuid in card_uuids
+        }
         # Why each card could not be read, as long as no poll has succeeded.
         self._unread = dict.fromkeys(card_uuids, f"no answer within {FIRST_ROUND_TIMEOUT_S:g} s")
 
     async def start(self) -> None:
         """Poll now and once a second from then on, on cards where others can hold memory."""
-        if not self._rounds.is_started and self._source.has_others:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
-                    await self._poll_all()
-            for card_uuid, reason in self._unread.items():
-                log_event(LogEvent.CARD_UNREAD, card=card_uuid, reason=reason)
-            self._rounds.start()
+        if not self._source.has_others:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
+                await asyncio.gather(*map(self._poll, self._rounds))
+        for card_uuid, reason in self._unread.items():
+            log_event(LogEvent.CARD_UNREAD, card=card_uuid, reason=reason)
+        for rounds in self._rounds.values():
+            rounds.start()
 
     async def stop(self) -> None:
-        await self._rounds.stop()
-
-    async def _poll_all(self) -> None:
-        for card_uuid in self._card_uuids:
-            # If a card can't be read now, it is read a second later; its proofs wait until then.
-            try:
-                await self._poll(card_uuid)
-            except (CardsUnavailable, MemoryError, RuntimeError) as error:
-                if card_uuid in self._unread:
-                    self._unread[card_uuid] = str(error)
-            except Exception:
-                # This is a bug of ours. Continue to poll: otherwise memory that others hold would be granted.
-                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
+        for rounds in self._rounds.values():
+            await rounds.stop()
 
     async def _poll(self, card_uuid: str) -> None:
+        # If a card can't be read now, it is read a second later; its proofs wait until then.
+        try:
+            await self._read(card_uuid)
+        except (CardsUnavailable, MemoryError, RuntimeError) as error:
+            if card_uuid in self._unread:
+                self._unread[card_uuid] = str(error)
+        except Exception:
+            # This is a bug of ours. Continue to poll: otherwise memory that others hold would be granted.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
+
+    async def _read(self, card_uuid: str) -> None:
         # Read the daemon's workers before the poll: one that ends during it may still be in the card's figures.
         own, polled_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)

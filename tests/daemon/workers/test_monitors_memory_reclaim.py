@@ -1,6 +1,8 @@
 """Looks at a card: for a dead worker's bytes until the table has its proof, and for what others hold."""
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import cast
@@ -167,6 +169,44 @@ def test_a_card_that_is_not_read_at_the_start_is_reported(caplog: pytest.LogCapt
         run(story)
     (told,) = [record for record in caplog.records if record.getMessage() == LogEvent.CARD_UNREAD.value.message]
     assert told.levelname == "WARNING"
+
+
+def test_a_card_that_does_not_answer_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first look at the other, nor later ones: one card answers only once the other was looked at."""
+    monkeypatch.setattr(monitors, "FIRST_ROUND_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(monitors, "ROUND_S", 0.001)
+    looks, looked = Counter[str](), threading.Condition()
+    # How often the other card was looked at before this one answers for the first time, and before the next.
+    awaited = [1, 4]
+
+    class SlowCard(MadeCards):
+        def read(self, card_uuid: str) -> CardReading:
+            with looked:
+                if card_uuid == "GPU-slow" and awaited:
+                    assert looked.wait_for(lambda: looks["GPU-a"] >= awaited[0], 60)
+                    del awaited[0]
+                looks[card_uuid] += 1
+                looked.notify_all()
+            return CardReading(7, {})
+
+    async def story() -> None:
+        loop, enough = asyncio.get_running_loop(), asyncio.Event()
+        posted = Counter[str]()
+
+        def post(event: Event) -> None:
+            assert isinstance(event, CardPolled)
+            posted[event.card_uuid] += 1
+            if posted["GPU-slow"] == 2:
+                loop.call_soon(enough.set)
+
+        cards = cast(CardSource, SlowCard([]))
+        watch = CardWatch(cards, ["GPU-slow", "GPU-a"], cast(Workers, MadeWorkers()), post)
+        await watch.start()
+        assert set(posted) == {"GPU-slow", "GPU-a"}
+        await enough.wait()
+        await watch.stop()
+
+    run(story)
 
 
 def test_pretended_cards_are_not_watched() -> None:
