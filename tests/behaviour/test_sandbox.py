@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs, Revoked, aio
 from gpulease.client.cli.node import info
 from gpulease.client.verify.faulty_kernels import compiling_long
+from gpulease.daemon.ptx.limits import MAX_FIRST_CODE_THREADS
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES
 from gpulease.protocol.limits import MAX_PRINTED_BYTES
@@ -246,8 +247,14 @@ def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> N
         assert (report["cause"], report["reason"]) == ("load_timeout", "an image took more than 1 s to compile")
 
 
+MANY = [MAX_FIRST_CODE_THREADS // 256], [256]
+
+
 def slow_to_compile() -> bytes:
-    """Return PTX that is translated at once but takes LLVM over a minute, because all its registers stay live."""
+    """Return PTX that is translated at once but takes LLVM over a minute, because all its registers stay live.
+
+    Only optimising takes that long. It is done before the first launch if that has MANY threads.
+    """
     count = 200
     body = "".join(
         f"L{n}: add.u32 %r{n * 31 % count}, %r{n * 17 % count}, %r{n * 13 % count}; setp.eq.u32 %p, %r{n}, 5;"
@@ -259,14 +266,14 @@ def slow_to_compile() -> bytes:
 
 
 def launch_slow(session: GpuSession) -> None:
-    session.launch(session.module_load(slow_to_compile()), "slow", [1], [1], KernelArgs())
+    session.launch(session.module_load(slow_to_compile()), "slow", *MANY, KernelArgs())
     session.sync()
 
 
 def record_slow(session: GpuSession) -> None:
     module = session.module_load(slow_to_compile())
     with session.record():
-        session.launch(module, "slow", [1], [1], KernelArgs())
+        session.launch(module, "slow", *MANY, KernelArgs())
 
 
 @pytest.mark.parametrize("use", [launch_slow, pytest.param(record_slow, marks=pytest.mark.exhaustive)])
@@ -286,7 +293,7 @@ def test_a_kernel_that_compiles_for_too_long_ends_its_lease(strict: Daemon, use:
 def test_a_lease_is_revoked_in_time_while_its_kernel_compiles(daemon: Daemon) -> None:
     lease = daemon.builder().acquire()
     session = GpuSession(lease)
-    session.launch(session.module_load(slow_to_compile()), "slow", [1], [1], KernelArgs())
+    session.launch(session.module_load(slow_to_compile()), "slow", *MANY, KernelArgs())
     daemon.revoke(lease.lease_id)
     with pytest.raises(Revoked):
         session.sync()
