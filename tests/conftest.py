@@ -49,8 +49,8 @@ with suppress(ImportError):
     uvloop.new_event_loop().close()
 
 
-DEFAULT_MINUTES: Final = 6
-EVERYTHING_MINUTES: Final = 15
+DEFAULT_MINUTES: Final = 14
+EVERYTHING_MINUTES: Final = 40
 BUSY_LOAD_PER_CORE: Final = 0.5
 PROCESSES_PER_CORE: Final = 3
 """Test processes per core. Many tests wait for a deadline or for another process; meanwhile others run."""
