@@ -22,7 +22,8 @@ from helpers.decode.foreign_clients import POSITIONS, SCENARIOS
 from helpers.decode.openai_rig import SETTINGS, OpenAiRig, openai_rig
 from helpers.decode.tiny_copies import HERMES_TEMPLATE, MEAN, embedding_model
 
-TENANTS: Final = (TenantConfig("ann", 4, 160), TenantConfig("bob", 1, 10, max_waiting=0))
+# So many of ann's sequences are in progress at once in the largest scenario, because a request waits only 0.2 s.
+TENANTS: Final = (TenantConfig("ann", 6, 160), TenantConfig("bob", 1, 10, max_waiting=0))
 RESUMED_AFTER_S: Final = 0.5
 
 
