@@ -300,6 +300,9 @@ class MemoryMonitor:
             self._post(SessionCondemned(lease_id, cause, reason))
 
 
+_UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
+"""Errors that mean that a card reports no figure, or that no thread can be started to poll it."""
+
 FIRST_POLL_DELAY_S: Final = 0.002
 """Pause between the first poll of a card and the second. The driver releases bytes some milliseconds after the reap (74
 ms were seen for 60 GiB), so polls are close together at first and then become rarer."""
@@ -377,7 +380,7 @@ class Reclaimer:
             polled_ns = time.monotonic_ns()
             try:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
-            except (CardsUnavailable, MemoryError, RuntimeError) as error:
+            except _UNKNOWN as error:
                 # If no thread can be started, try again: memory may become free before the slice must be fenced.
                 missing = f"the card can't be read: {error}"
             else:
@@ -498,7 +501,7 @@ class CardWatch:
         # If a card can't be read now, it is read a second later; its proofs wait until then.
         try:
             await self._read(card_uuid)
-        except (CardsUnavailable, MemoryError, RuntimeError) as error:
+        except _UNKNOWN as error:
             if card_uuid in self._unread:
                 self._unread[card_uuid] = str(error)
         except Exception:
@@ -514,10 +517,6 @@ class CardWatch:
         self._workers.on_processes_listed(card_uuid, reading.processes.keys())
         self._unread.pop(card_uuid, None)
         self._post(CardPolled(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), polled_ns))
-
-
-_UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
-"""Errors that mean that the card reports no figure for a process, or that no thread can be started to poll it."""
 
 
 class Recycler:
