@@ -54,7 +54,7 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseState, RegionState
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS, may_take
-from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState, SessionMove
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
 from gpulease.protocol.time_units import NS_PER_S
@@ -96,7 +96,7 @@ class ColdParking:
         store: The table's state.
         pool: The warm pool.
         await_return: Brings a parked session back, or queues it for room.
-        park: Parks a resident session for an operator; returns the denial if it can't be parked now.
+        park: Parks a resident session for a cause; returns the denial if it can't be parked now.
         condemn: Ends a lease after its session broke a rule.
         deferred: The requests that wait for sessions' returns.
     """
@@ -106,7 +106,7 @@ class ColdParking:
         store: LeaseStore,
         pool: ContextPool,
         await_return: Callable[[Lease, ParkState, int, list[Effect]], None],
-        park: Callable[[Lease, int, list[Effect]], Denial | None],
+        park: Callable[[Lease, ParkCause, int, list[Effect]], Denial | None],
         condemn: Condemn,
         deferred: DeferredRequests,
     ) -> None:
@@ -455,7 +455,7 @@ class ColdParking:
             self._stop_waiting(lease, state)
         match state.phase, state.depth:
             case ParkPhase.RESIDENT, _:
-                return self._park(lease, now_ns, effects)
+                return self._park(lease, requester_of(event, lease), now_ns, effects)
             case ((ParkPhase.PARKING | ParkPhase.PROVING), _):
                 return None
             case ParkPhase.PARKED, ParkDepth.WARM if state.stays_here:
@@ -586,6 +586,11 @@ def find_parkable(
     if lease is None or lease.park is None:
         return denials.not_parkable(event.lease_id)
     return lease, lease.park
+
+
+def requester_of(event: events.ParkRequested | events.MoveRequested, lease: Lease) -> ParkCause:
+    """Return who requests a park or a move of a lease: its tenant, or an operator."""
+    return ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
 
 
 def refuse_parks(state: ParkState, denial: Denial, effects: list[Effect]) -> None:

@@ -13,8 +13,8 @@
    session on the card keeps its host memory until another one needs it for a park. All of it is returned when the
    worker's process ends.
 5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
-   `park_stay_ms`, and a card has at most `parks_per_minute`. With `moves_for_need`, sessions are moved to cards that
-   have room for them, and parked only if there are none.
+   `park_stay_ms`, and a card has at most `parks_per_minute`, of which some are kept for others' need. With
+   `moves_for_need`, sessions are moved to cards that have room for them, and parked only if there are none.
 6. Regions are parked with their session. If one ends while the session is parked, its bytes are wiped in host memory,
    and need no other proof than the park's. While a region is being opened or ended, or is fenced, its session is not
    parked.
@@ -37,6 +37,7 @@ from gpulease.daemon.leases.cold_parking import (
     arm_park_timer,
     find_parkable,
     refuse_parks,
+    requester_of,
 )
 from gpulease.daemon.leases.deferred_requests import DeferredRequests
 from gpulease.daemon.leases.denials import Denial
@@ -78,6 +79,13 @@ PARK_GRANULE_BYTES: Final = 2 << 20
 
 PARK_BURST: Final = 32
 """Number of parks that one card may have at once, before `parks_per_minute` spaces them out."""
+
+KEPT_SHARE: Final = 0.5
+"""Share of PARK_BURST that tenants' requests and idleness leave to others' need for room, and to operators. Stops a
+tenant that parks its session all the time from keeping others waiting for room."""
+
+_LEAVES_SHARE: Final = (ParkCause.TENANT, ParkCause.IDLE)
+"""The causes of parks that leave KEPT_SHARE."""
 
 
 class ParksTogether:
@@ -155,7 +163,7 @@ class Parking(ParkingViews):
     def use_pool(self, pool: ContextPool) -> None:
         """Set the pool, which takes over the workers that sessions have left, and provides others."""
         self.cold = ColdParking(
-            self._store, pool, self._await_return, self._park_for_operator, self._condemn, self.deferred
+            self._store, pool, self._await_return, self._park_if_allowed, self._condemn, self.deferred
         )
 
     # --- requests ---
@@ -176,26 +184,29 @@ class Parking(ParkingViews):
             return
         # The tenant may learn of its session's return before this table does, because the worker answers both at the
         # same time.
-        cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
+        cause = requester_of(event, lease)
         if state.phase is ParkPhase.RESIDENT:
-            if (denial := self._check_park(lease, now_ns)) is not None:
+            if (denial := self._park_if_allowed(lease, cause, now_ns, effects)) is not None:
                 effects.append(RequestDenied(event.request, denial))
                 return
-            self._park(lease, cause, now_ns, effects)
         elif state.phase is ParkPhase.RETURNING and not state.requests:
             state.cause = cause
         state.requests.append(event.request)
 
-    def _park_for_operator(self, lease: Lease, now_ns: int, effects: list[Effect]) -> Denial | None:
-        if (denial := self._check_park(lease, now_ns)) is None:
-            self._park(lease, ParkCause.OPERATOR, now_ns, effects)
+    def _park_if_allowed(self, lease: Lease, cause: ParkCause, now_ns: int, effects: list[Effect]) -> Denial | None:
+        """Park a resident session, or return the denial."""
+        if (denial := self._check_park(lease, cause, now_ns)) is None:
+            self._park(lease, cause, now_ns, effects)
         return denial
 
-    def _check_park(self, lease: Lease, now_ns: int, others: "ParksTogether | None" = None) -> Denial | None:
+    def _check_park(
+        self, lease: Lease, cause: ParkCause, now_ns: int, others: "ParksTogether | None" = None
+    ) -> Denial | None:
         """Return the denial for a park of a resident session; None if it may be parked now.
 
         Args:
             lease: Its lease.
+            cause: Why it would be parked.
             now_ns: The time.
             others: The parks that are to begin with this one; None without any.
         """
@@ -206,7 +217,7 @@ class Parking(ParkingViews):
         if lease.resize is not None:
             return denials.is_resizing(lease.lease_id)
         others = others or ParksTogether(self._store)
-        return self._check_host(lease, others) or self._check_pace(lease, others.parks + 1, now_ns)
+        return self._check_host(lease, others) or self._check_pace(lease, cause, others.parks + 1, now_ns)
 
     def _check_host(self, lease: Lease, others: "ParksTogether") -> Denial | None:
         """Return the denial if the host memory, or its tenant's part of it, can't hold a session together with others.
@@ -233,15 +244,16 @@ class Parking(ParkingViews):
             "Free a parked lease, or bring one back to its card by using it.",
         )
 
-    def _check_pace(self, lease: Lease, parks: int, now_ns: int) -> Denial | None:
-        wait_ns = self._pace_wait_ns(lease.card_uuid, parks, now_ns)
+    def _check_pace(self, lease: Lease, cause: ParkCause, parks: int, now_ns: int) -> Denial | None:
+        kept = int(PARK_BURST * KEPT_SHARE) if cause in _LEAVES_SHARE else 0
+        wait_ns = self._pace_wait_ns(lease.card_uuid, parks, now_ns, kept)
         return denials.too_many_parks(lease.lease_id, -(-wait_ns // NS_PER_MS)) if wait_ns else None
 
-    def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int) -> int:
-        """Return the time until a card may have so many parks together; 0 if it may have them now."""
-        # More parks than PARK_BURST may begin once the card may have PARK_BURST of them.
-        most = min(parks, PARK_BURST)
-        return self._paces.early_ns(card_uuid, self._park_interval_ns, PARK_BURST, now_ns, most)
+    def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int, kept: int = 0) -> int:
+        """Return the time until a card may have so many parks together, and `kept` more; 0 if it may have them now."""
+        # More parks than the burst may begin once the card may have a burst of them.
+        burst = PARK_BURST - kept
+        return self._paces.early_ns(card_uuid, self._park_interval_ns, burst, now_ns, min(parks, burst))
 
     @property
     def _park_interval_ns(self) -> int:
@@ -529,10 +541,9 @@ class Parking(ParkingViews):
         if state.requests and self.deferred.need_session(lease.lease_id):
             # Those deferred requests are handled next. Another park would only make them wait for another return.
             refuse_parks(state, denials.is_returning(lease.lease_id), effects)
-        elif state.requests and (denial := self._check_park(lease, now_ns)) is not None:
+        elif state.requests and (denial := self._park_if_allowed(lease, cause, now_ns, effects)) is not None:
             refuse_parks(state, denial, effects)
         elif state.requests:
-            self._park(lease, cause, now_ns, effects)
             state.is_repeated = True
 
     def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, effects: list[Effect]) -> None:
@@ -579,9 +590,7 @@ class Parking(ParkingViews):
         if state is None:
             return
         if state.phase is ParkPhase.RESIDENT:
-            if self._check_park(lease, now_ns) is None:
-                self._park(lease, ParkCause.IDLE, now_ns, effects)
-            else:
+            if self._park_if_allowed(lease, ParkCause.IDLE, now_ns, effects) is not None:
                 # The host's memory is full, a region is being moved, or the pace is exceeded: try again after another
                 # idle time.
                 _postpone_idle(lease, state, now_ns)
@@ -663,7 +672,7 @@ class Parking(ParkingViews):
         idle = [lease for lease in on_card if _is_resident(lease) and self._parkable_from_ns(lease) <= now_ns]
         for lease in sorted(idle, key=_used_ns):
             # Check it together with the sessions found so far, because they are parked at the same time.
-            if self._check_park(lease, now_ns, together) is not None:
+            if self._check_park(lease, ParkCause.NEED, now_ns, together) is not None:
                 continue
             victims.append(lease)
             together.add(lease)
@@ -720,7 +729,7 @@ class Parking(ParkingViews):
         together = ParksTogether(self._store)
         for lease in leases:
             # Together they must not exceed the host's memory or the card's pace.
-            if self._check_park(lease, now_ns, together) is not None:
+            if self._check_park(lease, ParkCause.NEED, now_ns, together) is not None:
                 return False
             together.add(lease)
         return True

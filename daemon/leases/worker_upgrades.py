@@ -20,7 +20,7 @@ from gpulease.daemon.leases.direct_moves import change_card
 from gpulease.daemon.leases.events import Effect, SetDeadline, StaySession, WorkerReplaced
 from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import Lease
-from gpulease.daemon.leases.park_state import ParkDepth, ParkState, SessionMove
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
 
 
@@ -47,7 +47,7 @@ class WorkerUpgrades:
         store: The table's state.
         held_workers: Keeps the workers that are set aside.
         await_return: Brings a parked session back, or queues it for room.
-        park: Parks a resident session for an operator; returns the denial if it can't be parked now.
+        park: Parks a resident session for a cause; returns the denial if it can't be parked now.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WorkerUpgrades:
         store: LeaseStore,
         held_workers: HeldWorkers,
         await_return: Callable[[Lease, ParkState, int, list[Effect]], None],
-        park: Callable[[Lease, int, list[Effect]], Denial | None],
+        park: Callable[[Lease, ParkCause, int, list[Effect]], Denial | None],
     ) -> None:
         self._store = store
         self._held = held_workers
@@ -113,7 +113,7 @@ class WorkerUpgrades:
         self.drop(state, f"the session of lease {lease.lease_id:032x} has left it", now_ns, effects)
         if move.was_parked and not state.requests:
             # If it can't be parked now, it is parked later, by idleness or for another's need.
-            self._park(lease, now_ns, effects)
+            self._park(lease, ParkCause.OPERATOR, now_ns, effects)
 
     def drop(self, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """End the former worker, if one is set aside."""

@@ -81,7 +81,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.cold_parking import MAX_MISFITS
 from gpulease.daemon.leases.deferred_requests import MAX_DEFERRED
 from gpulease.daemon.leases.park_state import ParkDepth, ParkState
-from gpulease.daemon.leases.parking import PARK_BURST
+from gpulease.daemon.leases.parking import KEPT_SHARE, PARK_BURST
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.record.group_commit import MAX_WAIT_S
 from gpulease.protocol.opcodes import Exclusivity
@@ -432,12 +432,42 @@ def test_overcommit_bounds_the_parkable_slices_of_a_card() -> None:
 def test_a_card_has_a_bounded_rate_of_parks() -> None:
     s = scenario(CoreLimits(park_memory_bytes=HOST, parks_per_minute=1, overcommit=4.0))
     s.active(1, 20, park_idle_ms=0, ttl_ms=500_000)
-    for _ in range(32):
-        parked(s, 1)
+    for request in range(32):
+        s.do(ParkRequested(request, 1, "root", is_operator=True))
+        s.do(SessionParked(1, number_of(s, 1), 20))
+        s.do(RegionProved(1))
         s.do(ReturnWanted(1, number_of(s, 1)))
         s.do(SessionReturned(1, number_of(s, 1), 20))
-    assert denied(s.do(ParkRequested(7, 1, "ann"))).reason is DenialReason.RATE
-    one(s.at(60).do(ParkRequested(8, 1, "ann")), ParkSession)
+    assert denied(s.do(ParkRequested(70, 1, "root", is_operator=True))).reason is DenialReason.RATE
+    assert denied(s.at(60).do(ParkRequested(71, 1, "ann"))).reason is DenialReason.RATE
+    one(s.do(ParkRequested(72, 1, "root", is_operator=True)), ParkSession)
+
+
+@pytest.mark.parametrize("way", ["park", "idle", "move"])
+def test_a_tenant_that_parks_all_the_time_leaves_the_pace_to_those_who_need_room(way: str) -> None:
+    limits = CoreLimits(park_memory_bytes=HOST, parks_per_minute=1, overcommit=4.0, park_stay_ms=0)
+    s = scenario(limits)
+    s.active(1, 20, park_idle_ms=1 if way == "idle" else 0, ttl_ms=500_000)
+    for lease_id in (2, 3):
+        s.active(lease_id, 25, park_idle_ms=0, tenant="bob", ttl_ms=500_000)
+    parks = 0
+    for request in range(PARK_BURST + 5):
+        if way == "idle":
+            effects = s.at(0.001).fire(1, TimerKind.PARK)
+        elif way == "move":
+            effects = s.do(MoveRequested(5000 + request, 1, "ann", None))
+        else:
+            effects = s.do(ParkRequested(5000 + request, 1, "ann"))
+        if ParkSession not in kinds(effects):
+            continue
+        parks += 1
+        s.do(SessionParkRefused(1, number_of(s, 1), "the driver refused a call"))
+    assert parks == PARK_BURST - int(PARK_BURST * KEPT_SHARE)
+    # The others' parks still have their share, and operators theirs.
+    s.at(0.001).do(SessionsUsed((1,)))
+    effects = s.acquire(4, 40, wait_ms=9000)
+    assert {effect.lease_id for effect in effects if isinstance(effect, ParkSession)} == {2, 3}
+    one(s.do(ParkRequested(6000, 1, "root", is_operator=True)), ParkSession)
 
 
 NEEDS_SESSION = [
