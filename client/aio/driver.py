@@ -11,7 +11,7 @@ from gpulease.client.core.exchange import GrantCleanUp, ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, MaybePending, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import due, settle
+from gpulease.client.sync.driver import due, settle
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
 

@@ -19,7 +19,7 @@ from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import nothing
+from gpulease.client.sync.driver import nothing
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty

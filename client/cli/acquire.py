@@ -21,8 +21,7 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.core import lease as engine
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
-from gpulease.client.sync.clean_ups import drive_with_clean_up
-from gpulease.client.sync.driver import drive
+from gpulease.client.sync.driver import drive, drive_with_clean_up
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import LeaseId

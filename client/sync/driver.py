@@ -1,12 +1,21 @@
-"""Runs procedures in the calling thread: poll() for sockets, sleep for pauses, a re-entrant lock for turns."""
+"""Runs procedures in the calling thread: poll() for sockets, sleep for pauses, a re-entrant lock for turns.
 
+If a call is interrupted, a separate thread gives back the object that the call may have made (`core.clean_ups`). No
+Ctrl-C reaches these threads. The interrupted call waits for its thread, and a program's exit waits for all of them, for
+at most CLEAN_UP_S each.
+"""
+
+import atexit
 import inspect
 import math
+import os
 import select
 import time
+from _thread import start_new_thread
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from gpulease.client.core.clean_ups import CLEAN_UP_S, CleanUp
 from gpulease.client.core.exchange import ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
@@ -18,6 +27,7 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.time_units import NS_PER_S
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_POLL_S: Final = 3600.0
 """Longest single poll, in seconds, because poll() takes milliseconds as a C int. A longer wait polls again."""
@@ -32,6 +42,12 @@ _polled_until_ns: Final = [0]
 """Time until which a thread polls; 0 while none does. Only one polls, because several would only take the interpreter's
 lock from each other. This is not a lock: a thread that is interrupted just after it took a lock, or that a fork leaves
 behind, would hold it forever."""
+
+_CLEAN_UP_POLL_S: Final = 0.001
+"""Pause between two checks whether an object was given back, in seconds."""
+
+due: Final[dict[CleanUp, None]] = {}
+"""The objects that threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
 
 
 def drive(procedure: Procedure[T]) -> T:
@@ -60,6 +76,47 @@ def drive(procedure: Procedure[T]) -> T:
             # The wait was interrupted (by a signal, KeyboardInterrupt). The procedure handles that, and may wait again
             # to clean up.
             thrown = error
+
+
+def drive_with_clean_up(clean_up: CleanUp, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
+    """Drive a procedure, and return `make_result(result)`. If the call is interrupted, a thread settles `clean_up`."""
+    try:
+        result = make_result(drive(procedure))
+        clean_up.is_settled = True
+        return result
+    except GpuLeaseError:
+        clean_up.is_settled = True
+        raise
+    except BaseException:
+        # No interrupt can come between these lines (`core.clean_ups`).
+        due[clean_up] = None
+        clean_up.is_due = True
+        start_new_thread(settle, (clean_up,))
+        # Wait, so that the object is given back before the next call. Another interrupt ends only this wait.
+        _wait_for_threads(lambda: clean_up in due)
+        raise
+
+
+def clean_up_in_thread(clean_up: CleanUp) -> None:
+    """Give back an object that the program has dropped, in a thread.
+
+    This is for finalizers, in which Python discards interrupts.
+    """
+    due[clean_up] = None
+    clean_up.is_due = True
+    start_new_thread(settle, (clean_up,))
+
+
+def settle(clean_up: CleanUp) -> None:
+    """Give back an object. Runs in a separate thread."""
+    try:
+        drive(clean_up.settle())
+    finally:
+        due.pop(clean_up, None)
+
+
+def nothing(_: object) -> None:
+    """The `make_result` of `drive_with_clean_up` for a result that is not needed."""
 
 
 def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float | None = None) -> Any:
@@ -135,3 +192,14 @@ def _locked(step: Locked) -> Any:
 
 
 _WAIT_BY_STEP: Final[dict[type[Step], Callable[[Any], Any]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}
+
+
+def _wait_for_threads(is_unsettled: Callable[[], bool]) -> None:
+    last = time.monotonic() + CLEAN_UP_S
+    while is_unsettled() and time.monotonic() < last:
+        time.sleep(_CLEAN_UP_POLL_S)
+
+
+atexit.register(_wait_for_threads, lambda: bool(due))
+# A child process has no such threads; those of its parent go on.
+os.register_at_fork(after_in_child=due.clear)

@@ -25,8 +25,7 @@ from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import drive_with_clean_up, nothing
-from gpulease.client.sync.driver import ask, drive
+from gpulease.client.sync.driver import ask, drive, drive_with_clean_up, nothing
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.submits import Submission

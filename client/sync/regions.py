@@ -9,8 +9,7 @@ from typing import Any, Self
 from gpulease.client.core.lease import LeaseReport
 from gpulease.client.core.regions import RegionCleanUp, RegionHandle, RegionView
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import clean_up_in_thread, drive_with_clean_up, nothing
-from gpulease.client.sync.driver import drive
+from gpulease.client.sync.driver import clean_up_in_thread, drive, drive_with_clean_up, nothing
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
 from gpulease.protocol import RevokeOutcome
 

@@ -26,8 +26,7 @@ from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
 from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
-from gpulease.client.sync.clean_ups import drive_with_clean_up
-from gpulease.client.sync.driver import drive
+from gpulease.client.sync.driver import drive, drive_with_clean_up
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.idle_frees import free_when_idle
 from gpulease.client.sync.kernels import ElementwiseKernel, Kernel

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import gpulease
 from gpulease.client import Region
-from gpulease.client.sync.clean_ups import due
+from gpulease.client.sync.driver import due
 from helpers.waiting import wait_until
 
 PASSES = 2

@@ -46,7 +46,7 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.clean_ups import drive_with_clean_up
+from gpulease.client.sync.driver import drive_with_clean_up
 from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity, Waiting

@@ -10,8 +10,7 @@ import pytest
 from gpulease.client.core.clean_ups import CleanUp, with_clean_up
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.sync.clean_ups import drive_with_clean_up, due
-from gpulease.client.sync.driver import drive
+from gpulease.client.sync.driver import drive, drive_with_clean_up, due
 from helpers.waiting import wait_until
 
 
@@ -83,7 +82,7 @@ PROGRAM = """
 import sys
 from gpulease.client.core.clean_ups import CleanUp
 from gpulease.client.core.waits import Sleep
-from gpulease.client.sync.clean_ups import drive_with_clean_up
+from gpulease.client.sync.driver import drive_with_clean_up
 
 class Slow(CleanUp):
     def _give_back(self):
