@@ -482,11 +482,16 @@ class LeaveOrder(Message):
     The worker answers with Imaged once everything is in the channel, or with LeaveRefused. If `carries`, the session
     returns in another process at once. Requests that wait for the return are then part of the image, so the worker does
     not refuse because of them.
+
+    Attributes:
+        by_ring: Whether a session that is parked in place lends its pages through a ring, and not by descriptors,
+            because the other card can't read this one's memory.
     """
 
     OP: ClassVar[str] = "leave"
     number: Annotated[int, U64]
     carries: Annotated[bool, FLAG] = False
+    by_ring: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,6 +527,8 @@ class ImageMemory(Message):
         pages: How many descriptors of pages follow in ImagePages.
         in_place: Whether the former worker parked the session in place. If so, these pages contain their bytes, and the
             host memory contains only the bytes of the other pages.
+        by_ring: Whether the one descriptor in ImagePages is of a ring (host/copy_ring.py), which the former worker
+            fills with the bytes of all pages.
     """
 
     OP: ClassVar[str] = "image"
@@ -530,6 +537,7 @@ class ImageMemory(Message):
     version: Annotated[int, U64] = 1
     pages: Annotated[int, integer(0, MAX_LENT_PAGES)] = 0
     in_place: Annotated[bool, FLAG] = False
+    by_ring: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True, slots=True)

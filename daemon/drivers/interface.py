@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
+    from gpulease.daemon.host.copy_ring import CopyRing, RingEnd
     from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 Dim3 = tuple[int, int, int]
@@ -629,6 +630,12 @@ class Context(Protocol):
             DriverError: The pages can't be lent now.
         """
 
+    def lend_ring(self, ring: "CopyRing") -> "RingEnd":
+        """Lend the pages of such a session through a ring, for a context that can't read this card's memory.
+
+        Returns the end that fills the ring. Nothing may use the pages until it is over or settled.
+        """
+
     def parked_state(self) -> bytes:
         """Return the state of what is parked or lent, for `adopt_parked`.
 
@@ -647,7 +654,9 @@ class Context(Protocol):
         Raises DriverError, with the reason, for a module that can't leave this process.
         """
 
-    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None:
+    def adopt_parked(
+        self, state: bytes, host: memoryview, pages: Sequence[int] = (), ring: "CopyRing | None" = None
+    ) -> None:
         """Take over the parked state of another context. Nothing may be allocated here yet.
 
         Args:
@@ -655,6 +664,7 @@ class Context(Protocol):
             host: Host memory with the bytes, except those of lent pages.
             pages: Descriptors of lent pages, which `unpark` copies from card to card. This context owns them from now
                 on, even if the call fails, and closes them by the end of `unpark`.
+            ring: The ring that the other context fills with all pages; `unpark` empties it.
 
         Raises:
             ImageMismatch: The state does not fit this context.

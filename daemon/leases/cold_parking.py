@@ -31,7 +31,7 @@ from gpulease.daemon.leases import denials, devices, events
 from gpulease.daemon.leases.deferred_requests import DeferredRequests
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
-from gpulease.daemon.leases.direct_moves import FOR_NEED, change_card, why_through_host
+from gpulease.daemon.leases.direct_moves import FOR_NEED, change_card, way_of
 from gpulease.daemon.leases.events import (
     AdoptSession,
     ArmTimer,
@@ -191,7 +191,8 @@ class ColdParking:
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         carries = state.move is not None and bool(state.move.card_uuid)
         is_upgrade = state.move is not None and bool(state.move.from_version)
-        effects.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade, state.is_in_place))
+        by_ring = state.is_in_place and state.move is not None and state.move.by_ring
+        effects.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade, state.is_in_place, by_ring))
         arm_park_timer(lease, state.due_ns, effects)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, effects: list[Effect]) -> None:
@@ -449,8 +450,8 @@ class ColdParking:
             card_uuid = selected[0].card.uuid
         from_version = event.from_version if card_uuid == lease.card_uuid else ""
         was_parked = state.phase is ParkPhase.PARKED and not state.is_awaited
-        why = why_through_host(self._store, lease, state, self._store.account_by_uuid[card_uuid]) if card_uuid else ""
-        state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked, why)
+        way = way_of(self._store, lease, state, self._store.account_by_uuid[card_uuid]) if card_uuid else ("", False)
+        state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked, *way)
         if card_uuid and not from_version:
             self._stop_waiting(lease, state)
         match state.phase, state.depth:

@@ -8,8 +8,10 @@
 4. If anything fails before that, the former worker continues the session on its own card. The request is refused with
    the reason, and the session's next move goes through the host's memory.
 
-All other moves go through the host's memory. `why_through_host` decides which way a move goes; its reason is reported
-with the move.
+If the other card can't read the first card's memory, the same steps are taken, except that the bytes pass through a
+ring of buffers in the host's memory: the former worker fills it while the next one empties it. All other moves need
+room for the whole session in the host's memory. `way_of` decides which way a move goes; its reason is reported with the
+move.
 """
 
 from gpulease.daemon.leases.devices import CardAccount
@@ -22,12 +24,19 @@ FOR_NEED = "another lease needs its room"
 NO_PAGES = "its worker could not lend its pages to the other card"
 
 
-def why_through_host(store: LeaseStore, lease: Lease, state: ParkState, account: CardAccount) -> str:
-    """Return why a session can't move to a card directly; "" if it can."""
+def way_of(store: LeaseStore, lease: Lease, state: ParkState, account: CardAccount) -> tuple[str, bool]:
+    """Return why a session can't move to a card directly, "" if it can; and whether its bytes pass through a ring."""
+    why = ""
     if not store.limits.direct_moves:
-        return "direct_moves is off"
-    if account.card.uuid not in store.account_by_uuid[lease.card_uuid].card.peers:
-        return "the cards can't access each other's memory"
+        why = "direct_moves is off"
+    elif account.card.uuid not in store.account_by_uuid[lease.card_uuid].card.peers:
+        why = "the cards can't access each other's memory"
+    why_parked = _why_parked(store, lease, state, account)
+    return why or why_parked, bool(why) and not why_parked
+
+
+def _why_parked(store: LeaseStore, lease: Lease, state: ParkState, account: CardAccount) -> str:
+    """Return why all bytes of a session must be in the host's memory during a move; "" if they can stay on its card."""
     if state.phase is not ParkPhase.RESIDENT:
         return "its bytes were already in host memory"
     if state.direct_failure:

@@ -1107,6 +1107,7 @@ class LeaveSession:
         carries: Whether the session returns at once in its next worker, so that it may leave while operations wait.
         is_upgrade: Whether its worker is kept until the next one has restored the whole session.
         in_place: Whether it is parked in place, so that its worker lends its pages.
+        by_ring: Whether that worker lends them through a ring in host memory.
     """
 
     lease_id: int
@@ -1114,6 +1115,7 @@ class LeaveSession:
     carries: bool = False
     is_upgrade: bool = False
     in_place: bool = False
+    by_ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)

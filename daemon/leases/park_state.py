@@ -51,6 +51,7 @@ class SessionMove(NamedTuple):
         from_version: The version of its worker, if that is to be replaced on the same card; else "".
         was_parked: Whether it was parked before, so that it is parked again afterwards.
         why_through_host: Why its bytes do not go directly to the other card; "" if they do.
+        by_ring: Whether they pass through a ring of buffers in the host's memory, while its former worker keeps them.
     """
 
     request: int | None
@@ -60,11 +61,12 @@ class SessionMove(NamedTuple):
     from_version: str = ""
     was_parked: bool = False
     why_through_host: str = ""
+    by_ring: bool = False
 
     @property
-    def is_direct(self) -> bool:
-        """Return whether the bytes go directly to the other card."""
-        return bool(self.card_uuid) and not self.from_version and not self.why_through_host
+    def keeps_pages(self) -> bool:
+        """Return whether the bytes stay on the former card until they are on the other one."""
+        return bool(self.card_uuid) and not self.from_version and (self.by_ring or not self.why_through_host)
 
 
 class ParkCause(Enum):

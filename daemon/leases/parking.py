@@ -308,7 +308,7 @@ class Parking(ParkingViews):
     def _order(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
         state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
-        in_place = state.move is not None and state.move.is_direct
+        in_place = state.move is not None and state.move.keeps_pages
         effects.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS, in_place))
         arm_park_timer(lease, state.due_ns, effects)
 
@@ -321,11 +321,11 @@ class Parking(ParkingViews):
             return
         state = lease.park
         state.moved_bytes = event.moved_bytes
-        if (move := state.move) is not None and move.is_direct:
+        if (move := state.move) is not None and move.keeps_pages:
             if event.is_in_place:
                 self._park_in_place(lease, state, now_ns, effects)
                 return
-            state.move = move._replace(why_through_host=NO_PAGES)
+            state.move = move._replace(why_through_host=move.why_through_host or NO_PAGES, by_ring=False)
         state.phase = ParkPhase.PROVING
         state.kept_bytes = state.code_bytes = min(event.kept_bytes, lease.terms.size_bytes)
         self._prove(lease, state, effects)

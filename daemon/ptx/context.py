@@ -41,6 +41,7 @@ from gpulease.daemon.drivers.interface import (
     keep_waiting,
     too_much_shared,
 )
+from gpulease.daemon.host.copy_ring import CopyRing, RingEnd
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
 from gpulease.daemon.ptx.image import CpuKernel, CpuModule, ModulePlace, drop_oldest_code, load, release
@@ -399,6 +400,9 @@ class CpuContext:
         """Copy everything to memory that another process can map (`Context.lend_pages`)."""
         return self._parked.lend(poll)
 
+    def lend_ring(self, ring: CopyRing) -> RingEnd:
+        return self._parked.lend_ring(ring)
+
     def parked_state(self) -> bytes:
         """Return where every allocation is, without the events' stamps (`Context.parked_state`)."""
         # Events keep their times when they leave, and the next event creates other stamps.
@@ -414,9 +418,11 @@ class CpuContext:
             raise DriverError("this module is another driver's")
         return module.place.to_numbers()
 
-    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None:
+    def adopt_parked(
+        self, state: bytes, host: memoryview, pages: Sequence[int] = (), ring: CopyRing | None = None
+    ) -> None:
         """Enter the state of another context with the same slice (`Context.adopt_parked`)."""
-        self._parked.adopt(state, host, pages)
+        self._parked.adopt(state, host, pages, ring)
 
     def module_code(self, module: DriverModule) -> bytes:
         """Return b"": compiled code has addresses of this process (`Context.module_code`)."""

@@ -4,6 +4,7 @@ The addresses stay reserved, and the shadow table is unchanged; no kernel runs m
 copy is noted by its address, so that a region that ends while it is parked can be zeroed there.
 """
 
+import ctypes
 import mmap
 import os
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgpack
 
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, ImageMismatch, PageMove, Poll
+from gpulease.daemon.host.copy_ring import Batch, CopyRing, RingBroken, RingEnd, batches, run
 from gpulease.daemon.ptx.memory import MemoryArena
 from gpulease.daemon.ptx.region_pages import EmbeddedRegions
 
@@ -30,6 +32,9 @@ class ParkedMemory:
         self._host: memoryview | None = None
         # Of each allocation and region, by its offset in the arena: where its bytes are, and how many.
         self._saved: dict[int, tuple[int, int]] = {}
+        # The ring through which another context lends its bytes, and offset and size of all that comes through it.
+        self._ring: CopyRing | None = None
+        self._ring_items: list[tuple[int, int]] = []
 
     @property
     def is_parked(self) -> bool:
@@ -60,15 +65,21 @@ class ParkedMemory:
 
     def _save(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> dict[int, tuple[int, int]]:
         """Copy everything to `host`. Returns where each allocation and region is there, and its size, by its offset."""
-        saved, at = dict[int, tuple[int, int]](), 0
-        regions = ((address - self._arena.memory.address, size) for address, size in self._regions.active())
-        for offset, size in (*self._arena.allocations(), *regions):
-            source, saved[offset] = self._arena.memory.view[offset : offset + size], (at, size)
+        saved = self._places()
+        for offset, (at, size) in saved.items():
+            source = self._arena.memory.view[offset : offset + size]
             for start, end in _steps(size):
                 poll()
                 ready(at + end)
                 host[at + start : at + end] = source[start:end]
-            at += size
+        return saved
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Return the place of each allocation and region in a copy of everything, and its size, by its offset."""
+        saved, at = dict[int, tuple[int, int]](), 0
+        regions = ((address - self._arena.memory.address, size) for address, size in self._regions.active())
+        for offset, size in (*self._arena.allocations(), *regions):
+            saved[offset], at = (at, size), at + size
         return saved
 
     def lend(self, poll: Poll) -> list[int]:
@@ -88,6 +99,25 @@ class ParkedMemory:
             raise
         return [fd]
 
+    def lend_ring(self, ring: CopyRing) -> RingEnd:
+        """Lend everything through a ring; return the end that fills it."""
+        self._saved = self._places()
+        return self._end(ring, [(offset, size) for offset, (_, size) in self._saved.items()], fills=True)
+
+    def _end(self, ring: CopyRing, items: Sequence[tuple[int, int]], *, fills: bool) -> RingEnd:
+        """Return an end that copies the bytes at these offsets, of these sizes, into a ring or out of it."""
+
+        def copy(batch: Batch, buffer: int) -> None:
+            for part in batch:
+                offset, _ = items[part.item]
+                # Nothing is copied for a region that has ended meanwhile: its bytes are zeros.
+                if offset in self._saved:
+                    address, place = self._arena.memory.address + offset + part.start, buffer + part.at
+                    target, source = (place, address) if fills else (address, place)
+                    ctypes.memmove(target, source, part.size_bytes)
+
+        return RingEnd(ring, batches(size for _, size in items), copy, _is_done, fills=fills)
+
     def state(self, without: int = 0) -> bytes:
         """Return the parked state, for `adopt` in another process; `without` the allocation at this address."""
         address = self._arena.memory.address
@@ -103,10 +133,14 @@ class ParkedMemory:
         start = self._arena.memory.address
         return {address: self._saved[address - start] for address, _ in self._regions.active()}
 
-    def adopt(self, state: bytes, host: memoryview, lent_fds: Sequence[int] = ()) -> None:
+    def adopt(self, state: bytes, host: memoryview, lent_fds: Sequence[int] = (), ring: CopyRing | None = None) -> None:
         """Enter another context's parked state, with its bytes in `host`, or in what it has lent. Raises ImageMismatch.
 
-        `lent_fds`: What `lend` returned there; closed here.
+        Args:
+            state: The state.
+            host: The host memory.
+            lent_fds: What `lend` returned there; closed here.
+            ring: The ring of `lend_ring` there.
         """
         if lent_fds:
             host = _mapped(lent_fds)
@@ -114,7 +148,7 @@ class ParkedMemory:
             address, saved, used_bytes, *regions = msgpack.unpackb(state, use_list=False, strict_map_key=False)
             if address != self._arena.memory.address:
                 raise DriverError(f"its memory would begin at {self._arena.memory.address:#x}, not {address:#x}")
-            if any(at + size > len(host) for at, size in saved.values()):
+            if ring is None and any(at + size > len(host) for at, size in saved.values()):
                 raise DriverError("its host memory is too small")
             sizes = {offset: size for offset, (_, size) in saved.items()}
             if regions:
@@ -126,20 +160,31 @@ class ParkedMemory:
                 raise DriverError("the regions' bytes are not those of its regions")
         except (DriverError, ValueError, TypeError, msgpack.UnpackException) as error:
             raise ImageMismatch(str(error)) from None
-        self._host, self._saved = host, saved
+        self._host, self._saved, self._ring = host, saved, ring
+        self._ring_items = list(sizes.items())
 
     def unpark(self, poll: Poll) -> PageMove:
         """Copy everything back. A poll that raises leaves it parked."""
         host, began_ns = self._host, time.monotonic_ns()
         if host is None:
             raise DriverError("the session is not parked")
+        if self._ring is not None:
+            try:
+                run([self._end(self._ring, self._ring_items, fills=False)], poll)
+            except RingBroken as error:
+                raise DriverError(f"the former worker does not send its memory: {error}") from None
+            self._ring, self._ring_items = None, []
+        else:
+            self._copy_back(host, poll)
+        self._host, self._saved = None, {}
+        return PageMove(self.moved_bytes, time.monotonic_ns() - began_ns, 0)
+
+    def _copy_back(self, host: memoryview, poll: Poll) -> None:
         for offset, (at, size) in self._saved.items():
             target = self._arena.memory.view[offset : offset + size]
             for start, end in _steps(size):
                 poll()
                 target[start:end] = host[at + start : at + end]
-        self._host, self._saved = None, {}
-        return PageMove(self.moved_bytes, time.monotonic_ns() - began_ns, 0)
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
         """Return bytes of an allocation while it is parked. Raises DriverError."""
@@ -152,7 +197,7 @@ class ParkedMemory:
     def drop_region(self, address: int) -> None:
         """Zero the copy of a region that ends while it is parked."""
         at, size = self._saved.pop(address - self._arena.memory.address, (0, 0))
-        if self._host is not None:
+        if self._host is not None and self._ring is None:
             self._host[at : at + size] = bytes(size)
 
 
@@ -170,6 +215,10 @@ def _mapped(lent_fds: Sequence[int]) -> memoryview:
 
 
 def _ignore_end(end: int) -> None: ...
+
+
+def _is_done(copied: None) -> bool:
+    return True
 
 
 def _steps(size_bytes: int) -> Iterator[tuple[int, int]]:

@@ -36,6 +36,7 @@ def send_image(
     pages: Sequence[int] = (),
     *,
     in_place: bool = False,
+    by_ring: bool = False,
 ) -> int:
     """Put a session into a channel; return the image's size. The descriptors stay open here.
 
@@ -46,6 +47,7 @@ def send_image(
         connections: The descriptors of its connections.
         pages: Descriptors of the pages that it lends.
         in_place: Whether it is parked in place.
+        by_ring: Whether `pages` is a ring, through which it lends its pages.
 
     Raises:
         ValueError: The image is too large.
@@ -61,7 +63,7 @@ def send_image(
             memory[:] = data
         with socket.socket(fileno=os.dup(channel_fd)) as channel:
             channel.setblocking(False)
-            header = ImageMemory(len(data), host[1], image.version, len(pages), in_place)
+            header = ImageMemory(len(data), host[1], image.version, len(pages), in_place, by_ring)
             send_message(channel, header.to_map(), (image_fd, host[0]))
             for fds in fd_groups(pages):
                 send_message(channel, ImagePages().to_map(), fds)
@@ -81,6 +83,7 @@ class ReceivedImage:
         host_fd: Descriptor of its host memory, which has `host_bytes`.
         pages: Descriptors of the pages that its former worker lends.
         in_place: Whether its former worker parked it in place.
+        by_ring: Whether `pages` is a ring, which that worker fills with its pages.
         connections: The descriptors of its connections.
     """
 
@@ -103,6 +106,7 @@ class ReceivedImage:
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             raise UnreadableImage("the image did not arrive")
         self.host_fd, self.host_bytes, self.in_place = fds[1], memory.host_bytes, memory.in_place
+        self.by_ring = memory.by_ring
         with mmap.mmap(fds[0], memory.image_bytes, access=mmap.ACCESS_READ) as data:
             self.image = SessionImage.from_bytes(bytes(data))
         self.pages: list[int] = []

@@ -46,6 +46,7 @@ from gpulease.daemon.drivers.interface import (
     KernelFault,
     PageMove,
 )
+from gpulease.daemon.host.copy_ring import CopyRing, RingBroken, RingEnd
 from gpulease.daemon.host.ipc import close_all
 from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.daemon.session.image import CantLeave
@@ -71,6 +72,10 @@ WANTED_AGAIN_NS: Final = 1_000_000_000
 HELD_POLL_MS: Final = 100
 """Longest sleep while requests wait for a return. If no broker reports that the lease has ended, they are refused at
 most this much too late."""
+
+PUMP_AWAKE_NS: Final = 5_000_000
+"""Time after the last progress of a ring in which the worker does not sleep between two looks at it: the card fills all
+buffers in 2 ms. A ring that nobody empties yet is looked at once a millisecond."""
 
 _PARKED: Final = Failure(
     Status.BUSY,
@@ -235,6 +240,10 @@ class SessionParking:
         self._report: ParkedReport | None = None
         # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
+        # The ring through which the next process gets this session's bytes; and the former process's, in that one.
+        self._lending: tuple[CopyRing, RingEnd] | None = None
+        self._pumped_ns = 0
+        self._borrowed: CopyRing | None = None
         self._requested_ns: int | None = None
         self.refusal = _PARKED
         self._finish: Callable[[], None] | None = None
@@ -388,6 +397,7 @@ class SessionParking:
         else:
             self._resources.is_parked = self._resources.is_in_place = self._is_borrowing = False
             self._report = None
+            self._close_borrowed()
             self._counters[Counter.PARK_NUMBER] = 0
             self._resources.record_usage()
             self.outbox.append(ReturnedReport(order.number, moved.size_bytes, moved.mapped_ns, moved.copied_ns))
@@ -412,8 +422,10 @@ class SessionParking:
         """Show on the claims page that only this process has the session. Call this before it reads from clients."""
         self._counters[Counter.TRANSFER] = Transfer.SERVES
 
-    def lend_pages(self) -> list[int]:
+    def lend_pages(self, *, by_ring: bool = False) -> list[int]:
         """Lend the pages of a session that is parked in place to the next process. Returns [] for any other session.
+
+        `by_ring`: Whether they pass through a ring, which `pump` fills. Then only its descriptor is returned.
 
         The caller closes the returned descriptors. Raises CantLeave.
         """
@@ -421,9 +433,59 @@ class SessionParking:
             return []
         memory, check = self._memory, self._resources.check_lease
         try:
+            if by_ring:
+                return [self._open_ring()]
             return self._context.lend_pages(MAX_LENT_PAGES, memory.view, memory.ready, check)
         except (DriverError, LeaseOver, _Refused) as error:
             raise CantLeave(f"its pages can't be lent: {error}", is_lasting=False) from None
+
+    def _open_ring(self) -> int:
+        self.end_lending()
+        try:
+            ring = CopyRing()
+        except OSError as error:
+            raise DriverError(f"the host has no memory for it: {error}") from None
+        try:
+            # Pinned memory is copied at the bus's rate.
+            self._context.pin_host(ring.buffers)
+        except DriverError:
+            ring.close()
+            raise
+        self._lending = ring, self._context.lend_ring(ring)
+        return os.dup(ring.fd)
+
+    def pump(self) -> int | None:
+        """Copy what fits into the ring through which pages are lent. Never waits.
+
+        Returns the number of milliseconds until the next call; None if nothing is left to copy.
+        """
+        if self._lending is None or self._lending[1].is_over:
+            return None
+        ring, end = self._lending
+        try:
+            if end.advance():
+                self._pumped_ns = time.monotonic_ns()
+        except (DriverError, RingBroken):
+            # The other process notices the impossible number at once, and the session goes on here.
+            ring.break_off()
+            self.end_lending()
+            return None
+        return 0 if time.monotonic_ns() - self._pumped_ns < PUMP_AWAKE_NS else 1
+
+    def end_lending(self) -> None:
+        """Lend no pages any more. From now on the context may be used again."""
+        lending, self._lending = self._lending, None
+        if lending is not None:
+            ring, end = lending
+            with contextlib.suppress(DriverError):
+                end.settle()
+                self._context.unpin_host(ring.buffers)
+            ring.close()
+
+    def _close_borrowed(self) -> None:
+        ring, self._borrowed = self._borrowed, None
+        if ring is not None:
+            ring.close()
 
     def report(self, message: ImagedReport | LeaveRefusedReport | ReturnFailedReport) -> None:
         self.outbox.append(message)
@@ -436,6 +498,8 @@ class SessionParking:
         image: SessionImage,
         finish: Callable[[], None],
         pages: Sequence[int] | None = None,
+        *,
+        by_ring: bool = False,
     ) -> None:
         """Take over the park of a session that has left another process.
 
@@ -448,6 +512,7 @@ class SessionParking:
                 ImageMismatch.
             pages: Descriptors of the pages that the former process lends, if it parked the session in place; None
                 otherwise. The context owns them from now on.
+            by_ring: Whether the only descriptor is of the ring that the former process fills with them.
 
         Raises:
             ImageMismatch: The context does not match the image, or the host memory can't be mapped.
@@ -462,7 +527,18 @@ class SessionParking:
             close_all([*(pages or ())])
             raise ImageMismatch(f"its host memory can't be mapped: {error}") from None
         self._is_borrowing = pages is not None
-        self._context.adopt_parked(image.context, self._memory.view, pages or ())
+        if pages and by_ring:
+            try:
+                self._borrowed = CopyRing(pages[0])
+            except (OSError, RingBroken) as error:
+                raise ImageMismatch(f"its ring can't be mapped: {error}") from None
+            finally:
+                close_all([*pages])
+            # Its first buffers may have other bytes by now.
+            if self._borrowed.emptied:
+                raise ImageMismatch("another worker has taken some of its bytes")
+            pages = ()
+        self._context.adopt_parked(image.context, self._memory.view, pages or (), self._borrowed)
         self._resources.is_parked = True
         self._report = ParkedReport(number, image.moved_bytes, 0, 0, 0, 0, self._resources.ledger.fixed_bytes)
         self._counters[Counter.PARK_NUMBER] = number
@@ -495,4 +571,6 @@ class SessionParking:
 
     def close(self) -> None:
         """Return the host memory. Raises BufferError if it is in use."""
+        self.end_lending()
+        self._close_borrowed()
         self._drop_memory()

@@ -182,7 +182,9 @@ class SessionServer:
             self._session.poll()
             if self._has_left:
                 # Serve only the broker: it kills this process, or lets the session stay.
-                self._poll.poll(MAX_SLEEP_MS)
+                # A next process may be copying the session's pages out of a ring.
+                pause_ms = self._session.parking.pump()
+                self._poll.poll(MAX_SLEEP_MS if pause_ms is None else pause_ms)
                 if not self._serve_broker():
                     return
                 continue
@@ -510,7 +512,8 @@ class SessionServer:
 
         Raises CantLeave, and the errors of `send_image`.
         """
-        memory, report = self._session.parking.leave(order)
+        parking = self._session.parking
+        memory, report = parking.leave(order)
         if len(fds) != 1 or self._has_left:
             raise CantLeave("it is no longer in the park that this order belongs to", is_lasting=False)
         # Step 1: no request may be waiting, unless the session returns at once. A client that sends a request from now
@@ -539,12 +542,22 @@ class SessionServer:
             for connection in self._connections.values()
         ]
         # Step 3: send them. A session that is parked in place lends its pages, which the image then describes.
-        in_place, pages = self._session.parking.is_in_place, self._session.parking.lend_pages()
+        in_place = parking.is_in_place
+        pages = parking.lend_pages(by_ring=order.by_ring)
         try:
             image = self._session.parts.export(self._session.lease_id, order.number, driver, report.moved_bytes, states)
             image_bytes = send_image(
-                fds[0], image, (memory.fd, len(memory.view)), connections, pages, in_place=in_place
+                fds[0],
+                image,
+                (memory.fd, len(memory.view)),
+                connections,
+                pages,
+                in_place=in_place,
+                by_ring=in_place and order.by_ring,
             )
+        except BaseException:
+            parking.end_lending()
+            raise
         finally:
             close_all(pages)
         return image_bytes, not all(quiet)
@@ -570,6 +583,7 @@ class SessionServer:
         if not self._has_left:
             return
         self._has_left = False
+        self._session.parking.end_lending()
         self._session.parking.note_serves()
         for connection in self._connections.values():
             if connection.fd in self._held:
@@ -646,6 +660,7 @@ class SessionServer:
             image,
             lambda: session.parts.restore_graphs(image, holders),
             [received.take(fd) for fd in list(received.pages)] if received.in_place else None,
+            by_ring=received.by_ring,
         )
         rows = zip(image.connections, connections, strict=True)
         session.parts.restore(image, [(state, taken.streams, taken.holder) for state, taken in rows])

@@ -146,7 +146,9 @@ class ParkOrders:
             self._post(SessionStays(order.lease_id, order.number, str(error), is_lasting=False))
             return
         with channel:
-            if not self._send(order.lease_id, messages.LeaveOrder(order.number, order.carries), channel.fileno()):
+            if not self._send(
+                order.lease_id, messages.LeaveOrder(order.number, order.carries, order.by_ring), channel.fileno()
+            ):
                 self._workers.images.discard(order.lease_id)
                 self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
 

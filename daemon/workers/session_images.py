@@ -172,7 +172,8 @@ class SessionImages:
         image.memory = memory, fds
         # Only a session that was parked in place may lend pages: any number of sessions may be cold, for any time, and
         # the broker has a bounded number of descriptors.
-        if memory.in_place != image.in_place or (memory.pages and not memory.in_place):
+        is_ring_alone = memory.pages == 1 or not memory.by_ring
+        if memory.in_place != image.in_place or (memory.pages and not memory.in_place) or not is_ring_alone:
             raise ValueError("its bytes are not where they were parked")
         while len(image.pages) < memory.pages:
             pages, fds = _receive(channel)

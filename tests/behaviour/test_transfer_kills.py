@@ -1,7 +1,7 @@
-"""kill -9 of the broker while a session moves from one worker to another, before a record says so.
+"""kill -9 of the broker, or of a worker, while a session moves from one worker to another.
 
-Then both workers live, and each of them has or had the session. The next broker continues it in the worker that served
-it last.
+Before a record says that it has moved, both workers live, and each of them has or had the session. The next broker
+continues it in the worker that served it last. While its bytes pass through a ring, the former worker has all of them.
 """
 
 import os
@@ -18,6 +18,7 @@ from helpers.audit_log import records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
 from helpers.parking import row
+from helpers.stopping_worker import RING_STEP
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -90,6 +91,60 @@ def test_a_killed_broker_finds_both_workers(
             # The session is complete: it can move again.
             lease.move(1 - card)
             assert session.mem_read(buffer, 0, 4) == mark
+    with suppress(GpuLeaseError):
+        lease.free()
+    wait_until(lambda: not node.now.leases(), "the lease has ended")
+    ends = [record["data"]["lease"] for record in records(audit) if record["kind"] == "end"]
+    assert ends == [f"{lease.lease_id:032x}"]
+
+
+@pytest.mark.parametrize("dies", ["former", "following", "broker", "lease"])
+def test_what_dies_while_the_bytes_pass_through_a_ring_leaves_one_whole_session_or_none(
+    start_lasting: Callable[..., LastingDaemon], tmp_path: Path, dies: str
+) -> None:
+    audit, stops_at = tmp_path / "audit", tmp_path / "step"
+    stops_at.write_text(RING_STEP if dies == "former" else "")
+    config = CONFIG.format(audit=audit) + "direct_moves = false\n"
+    node = start_lasting(vram=("256MiB", "256MiB"), config=config, faults=Faults(stops_workers_at=stops_at))
+    # More than the ring has room for.
+    lease = node.now.builder(192 * MIB).lease_secs(600).timeout(60).parkable().device("0").acquire()
+    first = row(node.address, lease)["card_uuid"]
+    with GpuSession(lease) as session:
+        buffer = session.mem_alloc(160 * MIB)
+        session.mem_write(buffer, 159 * MIB, b"last")
+        session.sync()
+        (former,) = workers_of(node, lease)
+        stops_at.write_text("" if dies == "former" else RING_STEP)
+        moving = threading.Thread(target=move, args=(lease,))
+        moving.start()
+        wait_until(lambda: len(workers_of(node, lease)) == 2, "the next worker is there", seen=node.processes)
+        (following,) = set(workers_of(node, lease)) - {former}
+        stopped = former if dies == "former" else following
+        wait_until(lambda: state_of(stopped) == "T", "the worker stops in the middle of the copy")
+        stops_at.write_text("")
+        match dies:
+            case "broker":
+                node.kill()
+                node.start()
+            case "lease":
+                node.now.revoke(lease.lease_id)
+            case _:
+                os.kill(stopped, signal.SIGKILL)
+        moving.join()
+        if dies in {"former", "lease"}:
+            # Only the former worker had all bytes.
+            wait_until(lambda: row(node.address, lease)["state"] == "torndown", "the lease has ended")
+            assert row(node.address, lease)["cause"] == ("worker_died" if dies == "former" else "revoked")
+            with pytest.raises(GpuLeaseError):
+                session.mem_read(buffer, 0, 4)
+            wait_until(lambda: not workers_of(node, lease), "both workers have ended", seen=node.processes)
+        else:
+            assert bytes(session.mem_read(buffer, 159 * MIB, 4)) == b"last"
+            assert row(node.address, lease)["card_uuid"] == first
+            wait_until(lambda: workers_of(node, lease) == [former], "the other worker is gone", seen=node.processes)
+            # The session is complete: it can move again.
+            lease.move(1)
+            assert bytes(session.mem_read(buffer, 159 * MIB, 4)) == b"last"
     with suppress(GpuLeaseError):
         lease.free()
     wait_until(lambda: not node.now.leases(), "the lease has ended")

@@ -144,7 +144,7 @@ ROOMS: Final = (
     _room("daemon/session", HALL, "contract drivers host native"),
     _room("daemon/drivers/cuda", HALL, "drivers host native sandbox"),
     _room("daemon/ptx", WING, "drivers host native sandbox"),
-    _room("daemon/drivers", HALL, "sandbox", is_pure=True),
+    _room("daemon/drivers", HALL, "host sandbox", is_pure=True),
     _room("daemon/capabilities", HALL),
     _room("daemon/log", HALL, "host"),
     _room("daemon/sandbox", HALL, "host"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.host.copy_ring import RingEnd
 from gpulease.daemon.ptx import parked_memory
 from gpulease.daemon.ptx.memory import MemoryArena
 from gpulease.daemon.ptx.parked_memory import ParkedMemory
@@ -24,6 +25,7 @@ PARK_STEPS: Final = ("ordered", "copying", "copied", "moved")
 RETURN_STEPS: Final = ("wanted", "returning", "copying back", "returned")
 STEPS: Final = (*PARK_STEPS, *RETURN_STEPS)
 LEAVE_STEPS: Final = ("leaving", "imaged")
+RING_STEP: Final = "copying through a ring"
 ARRIVE_STEPS: Final = ("arriving", "adopting", "adopted", "returned")
 
 
@@ -97,6 +99,8 @@ def stop_at(step: str) -> None:
             stop_around(SessionParking, "bring_back", before=True)
         case "copying back":
             stop_in_copy("unpark")
+        case "copying through a ring":
+            stop_around(RingEnd, "advance", before=False)
         case "returned":
             stop_around(ParkedMemory, "unpark", before=False)
 

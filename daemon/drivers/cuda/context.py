@@ -58,6 +58,7 @@ from gpulease.daemon.drivers.interface import (
     cooperative_refused,
     keep_waiting,
 )
+from gpulease.daemon.host.copy_ring import CopyRing, RingEnd
 from gpulease.daemon.host.heap_wipe import is_heap_wiped
 
 SPIN_S: Final = 200e-6
@@ -484,6 +485,10 @@ class CudaContext:
         self._await(self._pages.is_zeroed, poll)
         return self._pages.lend(most, host, ready, poll)
 
+    def lend_ring(self, ring: CopyRing) -> RingEnd:
+        """Lend all pages through a ring (mapped_pages.py)."""
+        return self._pages.fill_ring(ring)
+
     def parked_state(self) -> bytes:
         """Return a record of the parked or lent memory, and the bytes of modules' variables, still on the card."""
         if self._slice is None or not (self._pages.is_parked or self._pages.is_lent):
@@ -516,8 +521,10 @@ class CudaContext:
             raise DriverError("this module is another driver's")
         return tuple(address for address, _ in module.variables())
 
-    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None:
-        self._pages.adopt(host, pages)
+    def adopt_parked(
+        self, state: bytes, host: memoryview, pages: Sequence[int] = (), ring: CopyRing | None = None
+    ) -> None:
+        self._pages.adopt(host, pages, ring)
         try:
             where, saved, sizes, contents, *regions = msgpack.unpackb(
                 state, use_list=False, strict_map_key=False, max_bin_len=MAX_VARIABLE_BYTES

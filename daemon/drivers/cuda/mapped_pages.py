@@ -12,6 +12,10 @@ Lending. A session that moves to a card that can read this one's memory (a peer)
 pieces are exported as descriptors, and the others are copied to host memory as by a park. The process on the other card
 imports the pieces, maps them next to its own, and copies them from card to card; then it unmaps and closes them. It
 need not see the card that they are on (H200, driver 580). This process keeps its pieces, unchanged, until it ends.
+
+If the other card can't read this one's memory, all pieces are lent through a ring of buffers in host memory
+(host/copy_ring.py) instead: this process copies them into the ring while the other one copies them out of it. A ring
+is also the way of bytes that return from host memory that is not pinned; then threads fill it.
 """
 
 import ctypes
@@ -19,13 +23,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
-from gpulease.daemon.drivers.cuda.staged_copies import BUFFER_BYTES, Part, copy_staged
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, ImageMismatch, PageMove, Poll
+from gpulease.daemon.host.copy_ring import Batch, CopyRing, RingBroken, RingEnd, batches, run
 
 OWN_STREAM: Final = 0
 """The driver's default stream. Only these pages use it, and the context's streams do not synchronise with it
@@ -39,6 +45,10 @@ driver 580)."""
 STEPS_AHEAD: Final = 4
 """Maximum number of steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy
 that is given up ends within milliseconds."""
+
+THREADS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Threads that copy host memory into a ring. The driver copies memory that is not pinned in one thread, at 6 GB/s, and
+pinning it first takes as long if another process has touched it (H200)."""
 
 Wait = Callable[[Callable[[], bool], Poll], None]
 """Waits until its first argument returns true, and polls."""
@@ -54,7 +64,8 @@ class Piece:
         saved_at: The position of its bytes in host memory while it is parked; the sum of the sizes of the pieces before
             it while it is lent.
         lent_fd: Descriptor of the piece of another process from which its bytes come; -1 without one.
-        zeroed_bytes: Bytes at its beginning that were zeroed since it was adopted with `lent_fd`.
+        is_lent: Whether its bytes are in another process, which lends it by a descriptor or through a ring.
+        zeroed_bytes: Bytes at its beginning that were zeroed since it was adopted, if it is lent.
     """
 
     size_bytes: int
@@ -62,6 +73,7 @@ class Piece:
     mappings: list[tuple[int, int]] = field(default_factory=list)
     saved_at: int = 0
     lent_fd: int = -1
+    is_lent: bool = False
     zeroed_bytes: int = 0
 
 
@@ -89,6 +101,9 @@ class MappedPages:
         self._host: memoryview | None = None
         # Descriptors of another process's pieces that no piece here has yet.
         self._lent_fds: list[int] = []
+        # The ring through which another process lends its pieces, and all of these.
+        self._ring: CopyRing | None = None
+        self._ring_pieces: list[Piece] = []
         # Mappings made since a return began.
         self._returning: list[tuple[int, int]] = []
         self._events: list[Any] = []
@@ -185,8 +200,8 @@ class MappedPages:
         """Release a piece to the card. Its memory is free once no mapping is left."""
         if piece.handle is not None:
             self.check(self._api.cuMemRelease(piece.handle))
-        elif piece.lent_fd >= 0:
-            _close([piece.lent_fd])
+        elif piece.is_lent:
+            _close([piece.lent_fd] if piece.lent_fd >= 0 else [])
         else:
             self._wipe(piece, piece.size_bytes)
         del self._pieces[piece]
@@ -249,32 +264,51 @@ class MappedPages:
         self.is_lent = True
         return fds
 
-    def adopt(self, host: memoryview, lent_fds: Sequence[int] = ()) -> None:
+    def fill_ring(self, ring: CopyRing) -> RingEnd:
+        """Lend all pieces through a ring, for `adopt` in another process; return the end that fills it."""
+        at = 0
+        for piece in self._pieces:
+            piece.saved_at, at = at, at + piece.size_bytes
+        self.is_lent = True
+        return self._card_end(ring, list(self._pieces), fills=True)
+
+    def adopt(self, host: memoryview, lent_fds: Sequence[int] = (), ring: CopyRing | None = None) -> None:
         """Enter the parked state, with the bytes of another process's pieces in `host`.
 
         Then call `adopt_piece` for each.
 
-        `lent_fds`: What `lend` returned there, if that process has lent its pieces; call `assign_lent` after the last
-        piece.
+        Args:
+            host: The host memory.
+            lent_fds: What `lend` returned there, if that process has lent its pieces; call `assign_lent` after the last
+                piece.
+            ring: The ring that it fills, if it lends its pieces through one; call `assign_lent`, too.
         """
-        self._host, self._lent_fds = host, list(lent_fds)
+        self._host, self._lent_fds, self._ring = host, list(lent_fds), ring
 
     def assign_lent(self) -> None:
         """Assign to adopted pieces the lent ones that have their bytes.
 
         Raises ImageMismatch if there are too few pieces.
         """
+        if self._ring is not None:
+            # In the order in which the other process has them, which fills the ring.
+            self._ring_pieces, at = sorted(self._pieces, key=_saved_at), 0
+            for piece in self._ring_pieces:
+                if piece.saved_at != at:
+                    raise ImageMismatch("its pieces of memory are not those that the ring is filled with")
+                piece.is_lent, at = True, at + piece.size_bytes
+            return
         lent = self._lent_pieces(len(self._lent_fds))
         if len(lent) != len(self._lent_fds):
             raise ImageMismatch(
                 f"{len(self._lent_fds)} pieces of memory were lent, and it has {len(lent)} of that size"
             )
         for piece, fd in zip(lent, self._lent_fds, strict=True):
-            piece.lent_fd = fd
+            piece.lent_fd, piece.is_lent = fd, True
         self._lent_fds = []
         # The bytes of the others are in the host memory.
         host_bytes = 0 if self._host is None else len(self._host)
-        if any(piece.lent_fd < 0 and piece.saved_at + piece.size_bytes > host_bytes for piece in self._pieces):
+        if any(not piece.is_lent and piece.saved_at + piece.size_bytes > host_bytes for piece in self._pieces):
             raise ImageMismatch("its host memory is too small")
 
     def _lent_pieces(self, most: int) -> list[Piece]:
@@ -288,7 +322,7 @@ class MappedPages:
         `saved_at`: The position of the bytes in `host`.
         """
         is_within = self._host is not None and saved_at <= len(self._host) - size_bytes
-        if size_bytes <= 0 or saved_at < 0 or not (is_within or self._lent_fds):
+        if size_bytes <= 0 or saved_at < 0 or not (is_within or self._lent_fds or self._ring):
             raise ImageMismatch("its host memory is too small")
         piece = Piece(size_bytes, None, saved_at=saved_at)
         self._pieces[piece] = None
@@ -319,11 +353,12 @@ class MappedPages:
             return
         try:
             # The bytes of lent pieces are not in the host memory.
-            saved = [piece for piece in self._pieces if piece.lent_fd < 0]
-            if len(saved) < len(self._pieces):
+            saved = [piece for piece in self._pieces if not piece.is_lent]
+            if self._ring is not None:
+                self._copy_from_ring(self._ring, poll)
+            elif len(saved) < len(self._pieces):
                 self._copy_lent(poll)
-            parts = self._parts(saved, host)
-            if saved and (is_pinned or not copy_staged(parts, self._pin, self._begin_copy, self._await, poll)):
+            if saved and (is_pinned or not self._copy_by_threads(saved, host, poll)):
                 self._copy(saved, self._api.cuMemcpyHtoDAsync, _start_of(host), lambda end: None, poll, is_out=False)
         except BaseException:
             self._undo_take()
@@ -334,7 +369,7 @@ class MappedPages:
     def _copy_lent(self, poll: Poll) -> None:
         """Copy the bytes from the lent pieces, which are on another card, and then release these."""
         kind = self._lent_kind
-        lent = [piece for piece in self._pieces if piece.lent_fd >= 0]
+        lent = [piece for piece in self._pieces if piece.is_lent]
         total_bytes = max(piece.saved_at + piece.size_bytes for piece in lent)
         start = self.reserve(total_bytes)
         mapped: list[tuple[int, int, Any]] = []
@@ -349,11 +384,7 @@ class MappedPages:
                 self._allow(start + piece.saved_at, piece.size_bytes)
             # Step 2: copy. Also zero the bytes of regions that ended in the meantime.
             self._copy(lent, self._api.cuMemcpyDtoDAsync, start, lambda end: None, poll, is_out=False)
-            for piece in lent:
-                if piece.zeroed_bytes:
-                    address = piece.mappings[0][0]
-                    self.check(self._api.cuMemsetD8Async(address, 0, piece.zeroed_bytes, OWN_STREAM))
-            self._wait(self.is_zeroed, _ignore)
+            self._zero_again(lent)
         finally:
             # Step 3: unmap and close them. Without that this process would hold memory of another card, so a call that
             # fails here leaves the context unusable.
@@ -367,23 +398,95 @@ class MappedPages:
             self.is_broken = was_broken
         for piece in lent:
             _close([piece.lent_fd])
-            piece.lent_fd, piece.zeroed_bytes = -1, 0
+            piece.lent_fd, piece.is_lent, piece.zeroed_bytes = -1, False, 0
 
-    @staticmethod
-    def _parts(pieces: Iterable[Piece], host: memoryview) -> Iterator[Part]:
+    def _zero_again(self, lent: Iterable[Piece]) -> None:
+        """Zero what was zeroed while it was lent, for regions that ended, and wait for that and for all copies."""
+        for piece in lent:
+            if piece.zeroed_bytes:
+                address = piece.mappings[0][0]
+                self.check(self._api.cuMemsetD8Async(address, 0, piece.zeroed_bytes, OWN_STREAM))
+        self._wait(self.is_zeroed, _ignore)
+
+    # --- rings ---
+
+    def _copy_from_ring(self, ring: CopyRing, poll: Poll) -> None:
+        """Copy the bytes out of the ring that another process fills. Raises DriverError if it does not."""
+        with self._pinned(ring):
+            try:
+                run([self._card_end(ring, self._ring_pieces, fills=False)], poll)
+            except RingBroken as error:
+                raise DriverError(f"the former worker does not send its pages: {error}") from None
+        lent = [piece for piece in self._pieces if piece.is_lent]
+        self._zero_again(lent)
+        for piece in lent:
+            piece.is_lent, piece.zeroed_bytes = False, 0
+        self._ring, self._ring_pieces = None, []
+
+    def _copy_by_threads(self, saved: Sequence[Piece], host: memoryview, poll: Poll) -> bool:
+        """Copy pieces from host memory that is not pinned, through a ring that threads fill.
+
+        Returns False, with nothing copied, if no memory can be pinned for it.
+        """
         start = _start_of(host)
-        for piece in pieces:
-            for done in range(0, piece.size_bytes if piece.mappings else 0, BUFFER_BYTES):
-                size_bytes = min(BUFFER_BYTES, piece.size_bytes - done)
-                yield piece.mappings[0][0] + done, start + piece.saved_at + done, size_bytes
+        here = [piece for piece in saved if piece.mappings]
 
-    def _pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
-        (error,) = self._api.cuMemHostRegister(address, size_bytes, 0)
-        return None if error else lambda: self.check(self._api.cuMemHostUnregister(address))
+        def fill(batch: Batch, buffer: int) -> None:
+            for part in batch:
+                source = start + here[part.item].saved_at + part.start
+                ctypes.memmove(buffer + part.at, source, part.size_bytes)
 
-    def _begin_copy(self, target: int, source: int, size_bytes: int) -> Any:
-        self.check(self._api.cuMemcpyHtoDAsync(target, source, size_bytes, OWN_STREAM))
-        return self._record()
+        try:
+            ring = CopyRing(is_shared=False)
+        except OSError:
+            return False
+        try:
+            with self._pinned(ring) as is_pinned, ThreadPoolExecutor(THREADS, "gpul-fill") as pool:
+                if not is_pinned:
+                    return False
+                sizes = (piece.size_bytes for piece in here)
+                threads = RingEnd(
+                    ring,
+                    batches(sizes),
+                    lambda batch, buffer: pool.submit(fill, batch, buffer),
+                    _has_filled,
+                    fills=True,
+                )
+                run([threads, self._card_end(ring, here, fills=False)], poll)
+        finally:
+            ring.close()
+        return True
+
+    def _card_end(self, ring: CopyRing, pieces: Sequence[Piece], *, fills: bool) -> RingEnd:
+        copy = self._api.cuMemcpyDtoHAsync if fills else self._api.cuMemcpyHtoDAsync
+
+        def begin(batch: Batch, buffer: int) -> Any:
+            for part in batch:
+                # A region that was released meanwhile has no memory here.
+                if (piece := pieces[part.item]) in self._pieces and piece.mappings:
+                    address, place = piece.mappings[0][0] + part.start, buffer + part.at
+                    target, source = (place, address) if fills else (address, place)
+                    self.check(copy(target, source, part.size_bytes, OWN_STREAM))
+            return self._record()
+
+        return RingEnd(ring, batches(piece.size_bytes for piece in pieces), begin, self._is_copied, fills=fills)
+
+    def _is_copied(self, event: Any) -> bool:
+        if not self._has_ended(self._api.cuEventQuery(event)):
+            return False
+        self._events.append(event)
+        return True
+
+    @contextmanager
+    def _pinned(self, ring: CopyRing) -> Iterator[bool]:
+        """Pin a ring's buffers; yield whether the driver did."""
+        address = ring.address(0)
+        (error,) = self._api.cuMemHostRegister(address, len(ring.buffers), 0)
+        try:
+            yield not error
+        finally:
+            if not error:
+                self.check(self._api.cuMemHostUnregister(address))
 
     def _undo_take(self) -> None:
         """Undo `take_again`: release the memory that it took. The session stays parked."""
@@ -457,7 +560,7 @@ class MappedPages:
 
     def _wipe(self, piece: Piece, size_bytes: int) -> None:
         """Zero the beginning of a parked piece's bytes. Those of a lent piece are zeroed once they are copied."""
-        if piece.lent_fd >= 0:
+        if piece.is_lent:
             piece.zeroed_bytes = max(piece.zeroed_bytes, size_bytes)
         elif self._host is not None:
             ctypes.memset(_start_of(self._host) + piece.saved_at, 0, size_bytes)
@@ -512,6 +615,13 @@ def _largest_first(piece: Piece) -> tuple[int, int]:
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _has_filled(filling: "Future[None]") -> bool:
+    if not filling.done():
+        return False
+    filling.result()
+    return True
 
 
 def _ignore() -> None: ...

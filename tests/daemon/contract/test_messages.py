@@ -183,7 +183,16 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.ParkOrder(4, 5, True), {"op": "park", "number": 4, "until": 5, "in_place": True}),
     (TO_WORKER, messages.ReturnOrder(4), {"op": "return", "number": 4}),
     (TO_WORKER, messages.RefuseReturn(4, "It is full."), {"op": "no_return", "number": 4, "reason": "It is full."}),
-    (TO_WORKER, messages.LeaveOrder(4, True), {"op": "leave", "number": 4, "carries": True}),
+    (
+        TO_WORKER,
+        messages.LeaveOrder(4, True),
+        {"op": "leave", "number": 4, "carries": True, "by_ring": False},
+    ),
+    (
+        TO_WORKER,
+        messages.LeaveOrder(4, True, by_ring=True),
+        {"op": "leave", "number": 4, "carries": True, "by_ring": True},
+    ),
     (TO_WORKER, messages.StayOrder(4), {"op": "stay", "number": 4}),
     (TO_WORKER, messages.AdoptOrder(4, 2), {"op": "adopt", "number": 4, "connections": 2}),
     (
@@ -272,7 +281,12 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (
         IMAGE_MESSAGES,
         messages.ImageMemory(5, 6, 2, 7, True),
-        {"op": "image", "image": 5, "host": 6, "version": 2, "pages": 7, "in_place": True},
+        {"op": "image", "image": 5, "host": 6, "version": 2, "pages": 7, "in_place": True, "by_ring": False},
+    ),
+    (
+        IMAGE_MESSAGES,
+        messages.ImageMemory(5, 6, 2, 1, True, by_ring=True),
+        {"op": "image", "image": 5, "host": 6, "version": 2, "pages": 1, "in_place": True, "by_ring": True},
     ),
     (IMAGE_MESSAGES, messages.ImagePages(), {"op": "image_pages"}),
     (

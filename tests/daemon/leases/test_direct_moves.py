@@ -144,11 +144,48 @@ def test_memory_that_the_next_worker_keeps_on_the_former_card_is_granted_to_nobo
         (lambda: scenario(limits=replace(LIMITS, direct_moves=False)), "direct_moves is off"),
     ],
 )
-def test_a_move_through_the_host_says_why(made: object, why: str) -> None:
+def test_a_move_through_a_ring_says_why_and_its_bytes_stay_until_they_have_passed(made: object, why: str) -> None:
     s = made()  # type: ignore[operator]
     order = begin(s)
-    assert not order.in_place
-    through_host(s, order.number, why)
+    assert order.in_place
+    left = one(s.do(SessionParked(1, order.number, 50, 4, is_in_place=True)), LeaveSession)
+    assert (left.in_place, left.by_ring) == (True, True)
+    s.do(SessionImaged(1, order.number, 1000))
+    assert (held(s), bytes_held(s)) == ([("GPU-a", WarmState.HELD)], (SIZE + OVERHEAD, SIZE + OVERHEAD))
+    s.do(WorkerReady(1))
+    effects = list(s.do(SessionReturned(1, state_of(s).number, 50)))
+    assert one(effects, LeaseMoved).why_through_host == why
+    one(effects, KillWorker)
+
+
+@pytest.mark.parametrize("are_peers", [True, False])
+def test_only_a_move_between_cards_that_are_no_peers_needs_a_ring(are_peers: bool) -> None:
+    s = scenario(are_peers=are_peers)
+    order = begin(s)
+    effects = s.do(SessionParked(1, order.number, 50, 4, is_in_place=True))
+    assert one(effects, LeaveSession).by_ring is not are_peers
+
+
+def test_a_lease_ends_if_its_former_worker_dies_while_the_bytes_pass_through_a_ring() -> None:
+    s = scenario(are_peers=False)
+    order = begin(s)
+    s.do(SessionParked(1, order.number, 50, 4, is_in_place=True))
+    aside = one(s.do(SessionImaged(1, order.number, 1000)), RenameWorker).to_id
+    s.do(WorkerReady(1))
+    s.do(WorkerExited(aside, "signal 9"))
+    # The next worker notices that nothing comes, and so does the one that is tried after it.
+    for _ in range(2):
+        s.do(SessionReturnFailed(1, state_of(s).number, "nothing comes", is_mismatch=True))
+        s.do(WorkerReady(1))
+    assert (s.lease(1).state.name, s.lease(1).cause) == ("DRAINING", Cause.WORKER_DIED)
+
+
+def test_a_worker_that_can_not_fill_a_ring_parks_the_session() -> None:
+    s = scenario(are_peers=False)
+    order = begin(s)
+    s.do(SessionParked(1, order.number, 50))
+    left = one(s.do(RegionProved(1)), LeaveSession)
+    assert (left.in_place, left.by_ring) == (False, False)
 
 
 def through_host(s: Scenario, number: int, why: str) -> None:

@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from gpulease.daemon.drivers.interface import ImageMismatch
+from gpulease.daemon.host.copy_ring import CopyRing
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.memory import PARKABLE_ADDRESS
 from helpers.pointers import POINTERS
@@ -74,6 +75,35 @@ def test_another_context_copies_what_the_first_one_lends_and_changes_nothing_the
     second.unpark()
     second.mem_read(kept, memoryview(back))
     assert bytes(back) == b"weights"
+    second.region_end(region)
+    second.close()
+
+
+def test_another_context_gets_what_the_first_one_lends_through_a_ring() -> None:
+    first = parkable()
+    kept, other = first.mem_alloc(600_000), first.mem_alloc(1000)
+    first.mem_write(kept + 500_000, memoryview(b"weights"))
+    first.mem_write(other, memoryview(b"others"))
+    region, ended = (first.region_open(first.region_granule_bytes) for _ in range(2))
+    first.mem_write(ended, memoryview(b"secret"))
+    ring = CopyRing()
+    filling, state = first.lend_ring(ring), first.parked_state()
+    while filling.advance():
+        pass
+    assert filling.is_over
+    back = bytearray(7)
+    first.mem_read(kept + 500_000, memoryview(back))
+    assert bytes(back) == b"weights"
+    first.close()
+    second = parkable()
+    second.adopt_parked(state, memoryview(b""), ring=ring)
+    # A region that ends meanwhile has no bytes any more.
+    second.region_end(ended)
+    second.unpark()
+    ring.close()
+    for address, data in ((kept + 500_000, b"weights"), (other, b"others\0"), (kept, bytes(7))):
+        second.mem_read(address, memoryview(back))
+        assert bytes(back) == data
     second.region_end(region)
     second.close()
 

@@ -10,6 +10,7 @@ import pytest
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.messages import LeaveOrder, ReturnFailedReport, ReturnOrder
 from gpulease.daemon.drivers.interface import OutOfMemory, PageMove
+from gpulease.daemon.host.copy_ring import CopyRing
 from gpulease.daemon.session.image import CantLeave, SessionParts
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.parking import SessionParking
@@ -19,7 +20,9 @@ class Card:
     is_full = True
     is_over = False
 
-    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None: ...
+    def adopt_parked(
+        self, state: bytes, host: memoryview, pages: Sequence[int] = (), ring: CopyRing | None = None
+    ) -> None: ...
 
     def unpark(self, poll: Any) -> PageMove:
         if self.is_over:

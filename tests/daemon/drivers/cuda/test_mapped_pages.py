@@ -7,17 +7,19 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 
-from gpulease.daemon.drivers.cuda import mapped_pages, staged_copies
+from gpulease.daemon.drivers.cuda import mapped_pages
 from gpulease.daemon.drivers.cuda.mapped_pages import STEPS_AHEAD, MappedPages
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
 from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
 from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, keep_waiting
+from gpulease.daemon.host import copy_ring
+from gpulease.daemon.host.copy_ring import CopyRing, RingEnd
 from helpers.mapping_card import CARD_BYTES, MIB, PAGE, Card, Result, pages_on, wait
 
 HOST_BYTES = 64 * MIB
@@ -76,14 +78,14 @@ class Scene:
     def lend(self, most: int = 9) -> list[int]:
         return self.pages.lend(most, self.host, self.ready.append, keep_waiting)
 
-    def move(self, fds: Sequence[int] = ()) -> None:
-        """Continue in another process, on another card; `fds`: what this one has lent, if it has."""
+    def move(self, fds: Sequence[int] = (), ring: CopyRing | None = None) -> None:
+        """Continue in another process, on another card; `fds`, `ring`: what this one has lent, if it has."""
         saved, state = self.slice.saved(), self.regions.state()
         self.card = Card()
         self.pages = pages_on(self.card)
         self.slice, self.regions = SlicePages(self.pages, HOST_BYTES), CudaRegions(self.pages, wait)
         self.regions.use_range(*self.slice.regions_range)
-        self.pages.adopt(self.host, fds)
+        self.pages.adopt(self.host, fds, ring)
         self.slice.adopt(saved, {})
         if state is not None:
             self.regions.adopt(state)
@@ -237,18 +239,110 @@ def test_memory_at_no_address_is_not_lent() -> None:
     assert not scene.pages.can_lend()
 
 
+def drive(end: RingEnd) -> None:
+    end.advance()
+
+
+@contextlib.contextmanager
+def rings() -> Iterator[tuple[CopyRing, CopyRing]]:
+    """A ring as two processes map it."""
+    ring = CopyRing()
+    other = CopyRing(ring.fd)
+    yield ring, other
+    ring.close()
+    other.close()
+
+
+@pytest.mark.usefixtures("_small_buffers")
+def test_pages_pass_from_card_to_card_through_a_ring() -> None:
+    scene = Scene()
+    scene.take(3 * PAGE)
+    for _ in range(3):
+        former, taken = scene.card, scene.taken
+        with rings() as (ring, other):
+            end = scene.pages.fill_ring(ring)
+            scene.move(ring=other)
+            scene.check_parked()
+            # The former process fills the ring whenever this one has emptied it.
+            scene.bring_back(partial(drive, end))
+            assert end.is_over
+        scene.check_here()
+        assert not scene.card.pinned
+        assert former.taken == taken
+        assert scene.card.copied_back == taken
+
+
+@pytest.mark.usefixtures("_small_buffers")
+@pytest.mark.parametrize("failure", ["breaks off", "stops", "has given up"])
+def test_a_ring_that_is_not_filled_leaves_the_pages_to_their_process(
+    monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    if failure == "stops":
+        monkeypatch.setattr(copy_ring, "STALL_S", 0.05)
+    scene = Scene()
+    former, before, expected = scene.card, dict(scene.card.mapped), dict(scene.expected)
+    with rings() as (ring, other):
+        end = scene.pages.fill_ring(ring)
+        scene.move(ring=other)
+        advances = itertools.count()
+
+        def advance() -> None:
+            if next(advances) < 2:
+                end.advance()
+            elif failure == "breaks off":
+                ring.break_off()
+            elif failure == "has given up":
+                raise TimeoutError
+
+        with pytest.raises(TimeoutError if failure == "has given up" else DriverError):
+            scene.bring_back(advance)
+        end.settle()
+        assert not scene.card.pinned
+    scene.check_parked()
+    assert former.mapped == before
+    assert all(former.peek(address, len(data)) == data for address, data in expected.items())
+
+
+@pytest.mark.usefixtures("_small_buffers")
+def test_a_region_that_ends_before_it_has_passed_the_ring_leaves_zeros() -> None:
+    scene = Scene()
+    ended, gone = scene.regions.open(64 * PAGE), scene.regions.open(2 * PAGE)
+    scene.card.poke(ended, b"secret")
+    scene.taken = scene.card.taken
+    with rings() as (ring, other):
+        end = scene.pages.fill_ring(ring)
+        scene.move(ring=other)
+        for region in (ended, gone):
+            scene.regions.end(region, keep_waiting)
+        scene.regions.release(gone)
+        scene.bring_back(partial(drive, end))
+    assert (ended, 4 * PAGE) in scene.card.zeroed
+    assert all(scene.card.peek(address, len(data)) == data for address, data in scene.expected.items())
+
+
 class LateCard(Card):
-    """A card that reads the host's bytes as late as it may: when it is queried whether it has."""
+    """A card that reads the host's bytes as late as it may: when it is queried whether it has.
+
+    `late`: How many more queries report that its copies have not ended.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[int, int, int, int]] = []
+        self.late = 0
 
     def cuMemcpyHtoDAsync(self, address: int, host: int, size: int, stream: int) -> tuple[Any, ...]:
         self.copies.append((address, host, size, stream))
         return (Result.CUDA_SUCCESS,)
 
+    def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
+        assert not self.copies, "bytes are still being copied there"
+        return super().cuMemUnmap(address, size)
+
     def cuEventQuery(self, event: int) -> tuple[Any, ...]:
+        if self.copies and self.late:
+            self.late -= 1
+            return (Result.CUDA_ERROR_NOT_READY,)
         for copy in self.copies:
             super().cuMemcpyHtoDAsync(*copy)
         self.copies.clear()
@@ -257,10 +351,12 @@ class LateCard(Card):
 
 @pytest.fixture
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mapped_pages, staged_copies):
-        monkeypatch.setattr(module, "BUFFER_BYTES", PAGE // 8)
-    for name, value in (("THREADS", 3), ("BUFFERS", 5)):
-        monkeypatch.setattr(staged_copies, name, value)
+    # Parts of several pieces share a buffer, and pieces lie across its borders.
+    size_bytes, count = 3 * PAGE // 16, 3
+    ring_bytes = copy_ring._HEAD_BYTES + count * size_bytes
+    for name, value in (("BUFFER_BYTES", size_bytes), ("BUFFERS", count), ("_SIZE_BYTES", ring_bytes)):
+        monkeypatch.setattr(copy_ring, name, value)
+    monkeypatch.setattr(mapped_pages, "THREADS", 3)
 
 
 @pytest.mark.usefixtures("_small_buffers")
@@ -279,12 +375,13 @@ def test_memory_that_is_not_pinned_returns_through_buffers(monkeypatch: pytest.M
                 raise TimeoutError
 
         # One that is given up leaves it parked, and the buffers unused.
-        scene.card.busy = 2 * turn
+        assert isinstance(scene.card, LateCard)
+        scene.card.late = 2 * turn
         with pytest.raises(TimeoutError):
             scene.bring_back(give_up, is_pinned=False)
         assert not scene.card.pinned
         scene.check_parked()
-        scene.card.busy = 0
+        scene.card.late = 0
         scene.bring_back(is_pinned=False)
         assert not scene.card.pinned
         scene.check_here()

@@ -1,0 +1,275 @@
+"""A ring of buffers in host memory through which bytes are copied, while both of its ends copy at the same time.
+
+One end fills the buffers in order, the other one empties them in order. Each end is a card, which the driver has copy,
+or host memory, which threads copy. Both may be ends of one process; or the ring is shared by two processes, and the
+bytes pass from a card in one to a card in the other. A single thread drives an end: `advance` never waits.
+
+The numbers of filled and of emptied buffers are in the ring's memory. A process that shares it may be compromised, so
+each end checks the other's number before it uses it; the bytes are those of one session, to which both processes
+belong.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+BUFFER_BYTES: Final = 16 << 20
+"""A buffer's size in bytes. Buffers of 8 to 64 MiB were equally fast between two cards (H200)."""
+
+BUFFERS: Final = 8
+"""Number of buffers: bounds the pinned memory of a ring, 128 MiB, and keeps a card busy for 2 ms, in which the host
+must notice that a buffer is filled or empty."""
+
+STALL_S: Final = 10.0
+"""Longest time without any progress, in seconds, after which a copy is given up: the process at the other end may have
+ended. A card copies a buffer within a millisecond."""
+
+PAUSE_S: Final = 0.0001
+"""Pause between two looks at a ring in which nothing can be done, in seconds."""
+
+_HEAD_BYTES: Final = mmap.PAGESIZE
+_SIZE_BYTES: Final = _HEAD_BYTES + BUFFERS * BUFFER_BYTES
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+# Places of the words.
+_FILLED: Final = 0
+_EMPTIED: Final = 1
+_WORDS: Final = 2
+
+_NEVER: Final = (1 << 64) - 1
+"""A number of filled buffers that no copy reaches."""
+
+
+class RingBroken(Exception):
+    """The other end of a ring has stopped, or its number is impossible."""
+
+
+class Part(NamedTuple):
+    """A range of the bytes to copy.
+
+    Attributes:
+        item: The number of its item in the caller's list.
+        start: Where it begins in the item.
+        size_bytes: Its size.
+        at: Where it begins in the buffer.
+    """
+
+    item: int
+    start: int
+    size_bytes: int
+    at: int
+
+
+Batch = list[Part]
+"""The parts that share a buffer."""
+
+
+def batches(sizes: Iterable[int]) -> Iterator[Batch]:
+    """Divide items of these sizes into batches that fill a buffer each, in order. Both ends of a ring must agree."""
+    batch, used_bytes = Batch(), 0
+    for item, size_bytes in enumerate(sizes):
+        start = 0
+        while start < size_bytes:
+            part_bytes = min(size_bytes - start, BUFFER_BYTES - used_bytes)
+            batch.append(Part(item, start, part_bytes, used_bytes))
+            start, used_bytes = start + part_bytes, used_bytes + part_bytes
+            if used_bytes == BUFFER_BYTES:
+                yield batch
+                batch, used_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class CopyRing:
+    """The memory of a ring. `close` unmaps it.
+
+    Args:
+        fd: A descriptor of another process's ring, which stays open; None for a new ring.
+        is_shared: Whether another process may map a new ring. If not, its memory is this process's own, which the
+            kernel allocates faster.
+
+    Attributes:
+        fd: A descriptor of it, until `close`; -1 for a ring that is not shared.
+        buffers: The memory of all buffers.
+
+    Raises:
+        OSError: The host has no memory for it.
+        RingBroken: It is not a ring.
+    """
+
+    def __init__(self, fd: int | None = None, *, is_shared: bool = True) -> None:
+        if fd is not None:
+            self.fd = os.dup(fd)
+        else:
+            self.fd = _new_memory() if is_shared else -1
+        try:
+            if self.fd >= 0:
+                _check_memory(self.fd)
+            self._map = mmap.mmap(self.fd, _SIZE_BYTES)
+        except BaseException:
+            self._close_fd()
+            raise
+        self._words = (ctypes.c_uint64 * _WORDS).from_buffer(self._map)
+        self.buffers = memoryview(self._map)[_HEAD_BYTES:]
+        self._start = ctypes.addressof(self._words) + _HEAD_BYTES
+
+    @property
+    def filled(self) -> int:
+        """Number of buffers that were filled so far, as that end says."""
+        return int(self._words[_FILLED])
+
+    @filled.setter
+    def filled(self, count: int) -> None:
+        self._words[_FILLED] = count
+
+    @property
+    def emptied(self) -> int:
+        """Number of buffers that were emptied so far, as that end says."""
+        return int(self._words[_EMPTIED])
+
+    @emptied.setter
+    def emptied(self, count: int) -> None:
+        self._words[_EMPTIED] = count
+
+    def address(self, number: int) -> int:
+        """Return the address of the buffer that is used for a batch, by the batch's number."""
+        return self._start + number % BUFFERS * BUFFER_BYTES
+
+    def break_off(self) -> None:
+        """Have the end that empties it stop: its bytes do not come."""
+        self.filled = _NEVER
+
+    def close(self) -> None:
+        self.buffers.release()
+        del self._words
+        self._map.close()
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class RingEnd:
+    """One end of a ring, which fills its buffers or empties them.
+
+    Args:
+        ring: The ring.
+        left: The batches.
+        begin: Begins to copy a batch from or to a buffer at an address; returns what stands for the copy.
+        is_done: Returns whether such a copy has ended. Raises the error that ended it.
+        fills: Whether it fills the buffers.
+    """
+
+    def __init__(
+        self,
+        ring: CopyRing,
+        left: Iterator[Batch],
+        begin: Callable[[Batch, int], Any],
+        is_done: Callable[[Any], bool],
+        *,
+        fills: bool,
+    ) -> None:
+        self._ring = ring
+        self._left = left
+        self._begin = begin
+        self._is_done = is_done
+        self._fills = fills
+        self._next = next(left, None)
+        self._begun = self._ended = 0
+        self._in_flight: deque[Any] = deque()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every batch is copied."""
+        return self._next is None and not self._in_flight
+
+    def advance(self) -> bool:
+        """Begin all copies that are possible now, and publish those that have ended; return whether there were any.
+
+        Raises RingBroken, and the errors of the copies.
+        """
+        before = self._begun + self._ended
+        most = self._most()
+        while self._next is not None and self._begun < most:
+            self._in_flight.append(self._begin(self._next, self._ring.address(self._begun)))
+            self._begun, self._next = self._begun + 1, next(self._left, None)
+        while self._in_flight and self._is_done(self._in_flight[0]):
+            self._in_flight.popleft()
+            self._ended += 1
+            # The word is written after the bytes: the other end reads them once it sees it.
+            if self._fills:
+                self._ring.filled = self._ended
+            else:
+                self._ring.emptied = self._ended
+        return self._begun + self._ended > before
+
+    def _most(self) -> int:
+        """Return how many batches may have begun by now."""
+        if self._fills:
+            emptied = self._ring.emptied
+            if not self._ended - BUFFERS <= emptied <= self._ended:
+                raise RingBroken("more buffers were emptied than filled")
+            return emptied + BUFFERS
+        filled = self._ring.filled
+        if not self._ended <= filled <= self._ended + BUFFERS:
+            raise RingBroken("more buffers were filled than the ring has")
+        return filled
+
+    def settle(self) -> None:
+        """Wait until no copy that has begun uses the ring, and begin none any more. Raises the errors of the copies."""
+        self._next = None
+        while self._in_flight:
+            if self._is_done(self._in_flight[0]):
+                self._in_flight.popleft()
+            else:
+                time.sleep(PAUSE_S)
+
+
+def run(ends: Iterable[RingEnd], poll: Callable[[], None]) -> None:
+    """Drive the ends of this process until all batches are copied.
+
+    Args:
+        ends: The ends. If it raises, nothing uses the ring any more.
+        poll: Called again and again; it may raise to give up.
+
+    Raises:
+        RingBroken: Nothing was copied for STALL_S, or the other process's number is impossible.
+    """
+    ends = list(ends)
+    stalls_at_s = time.monotonic() + STALL_S
+    try:
+        while not all(end.is_over for end in ends):
+            poll()
+            has_advanced = [end.advance() for end in ends]
+            if any(has_advanced):
+                stalls_at_s = time.monotonic() + STALL_S
+                continue
+            if time.monotonic() > stalls_at_s:
+                raise RingBroken(f"the other end of the copy has done nothing for {STALL_S:g} s")
+            time.sleep(PAUSE_S)
+    finally:
+        for end in ends:
+            end.settle()
+
+
+def _check_memory(fd: int) -> None:
+    # If it could shrink, an access beyond its end would kill this process (SIGBUS).
+    if os.fstat(fd).st_size != _SIZE_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise RingBroken("its memory is not that of a ring")
+
+
+def _new_memory() -> int:
+    fd = os.memfd_create("gpulease-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, _SIZE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
