@@ -5,7 +5,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.session_moves import ENDED, BusyRetries, move_each
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, MoveOutcomes, move_each
 from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.errors import (
@@ -40,13 +40,15 @@ def move_sessions(uuid: str, target: str | None = None, *, as_json: bool) -> Non
     active = sorted((lease for lease in leases_on(uuid) if lease["state"] == "active"), key=_size_of, reverse=True)
     move_each(
         active,
-        lambda lease: {key: lease[key] for key in ("lease_id", "tenant")},
         lambda lease: _leave(lease, uuid, target),
-        {"lease": "lease_id", "tenant": "tenant"},
-        _text,
-        as_json=as_json,
-        if_none=f"Card {uuid} has no lease.",
-        if_stays=lambda stays: f"{counted(stays, 'lease')} stayed on card {uuid}.",
+        MoveOutcomes(
+            name=lambda lease: {key: lease[key] for key in ("lease_id", "tenant")},
+            columns={"lease": "lease_id", "tenant": "tenant"},
+            text_of=_text,
+            if_none=f"Card {uuid} has no lease.",
+            if_stays=lambda stays: f"{counted(stays, 'lease')} stayed on card {uuid}.",
+            as_json=as_json,
+        ),
     )
 
 

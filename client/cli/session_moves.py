@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import click
@@ -49,53 +50,60 @@ _BEGUN: Final = {
 _NOT_BEGUN: Final = {"outcome": "stays", "reason": "the command ended before its turn"}
 
 
-def move_each(
-    leases: Sequence[Report],
-    name: Callable[[Report], Report],
-    move: Callable[[Report], Report],
-    columns: Mapping[str, str],
-    text_of: Callable[[Report], str],
-    *,
-    as_json: bool,
-    if_none: str,
-    if_stays: Callable[[int], str],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class MoveOutcomes:
+    """How a command prints the outcomes of its moves: as a table, or as JSON.
+
+    Attributes:
+        name: Returns the part of a lease's report that names its session.
+        columns: The table's headings, and their keys in the reports.
+        text_of: Returns an outcome as text, for the last column.
+        if_none: The line that is printed if there is no session.
+        if_stays: Returns the line under the table that says how many sessions stay.
+        as_json: Whether the reports are printed instead.
+    """
+
+    name: Callable[[Report], Report]
+    columns: Mapping[str, str]
+    text_of: Callable[[Report], str]
+    if_none: str
+    if_stays: Callable[[int], str]
+    as_json: bool
+
+    def print(self, outcomes: Sequence[Report]) -> int:
+        """Print the outcomes, and return how many sessions stay."""
+        stays: int = sum(outcome["outcome"] == "stays" for outcome in outcomes)
+        if self.as_json:
+            click.echo(indented_json(outcomes))
+        elif not outcomes:
+            click.echo(shown(self.if_none))
+        else:
+            rows = [[*(row[key] for key in self.columns.values()), self.text_of(row)] for row in outcomes]
+            headings = tuple(self.columns)
+            click.echo(fitted([*headings, "outcome"], rows, output_width(), texts=headings, is_text_last=True))
+            if stays:
+                click.echo(shown(self.if_stays(stays)))
+        return stays
+
+
+def move_each(leases: Sequence[Report], move: Callable[[Report], Report], printed: MoveOutcomes) -> None:
     """Move sessions one after the other, print the outcome of each, and exit with 1 if any stays.
 
     If an interrupt or a lost daemon ends the loop, the outcomes are printed as well, and the error is raised again.
 
     Args:
         leases: The leases' reports.
-        name: Returns the part of a report that names a session.
         move: Moves a session; returns the rest of its report, with its `outcome`: "stays" if it could not be moved.
-        columns: The table's headings, and their keys in the reports.
-        text_of: Returns an outcome as text, for the last column.
-        as_json: Whether the reports are printed instead.
-        if_none: The line that is printed if there is no session.
-        if_stays: Returns the line under the table that says how many sessions stay.
+        printed: How the outcomes are printed.
     """
     outcomes: list[Report] = []
-
-    def print_outcomes() -> int:
-        stays: int = sum(outcome["outcome"] == "stays" for outcome in outcomes)
-        if as_json:
-            click.echo(indented_json(outcomes))
-        elif not outcomes:
-            click.echo(shown(if_none))
-        else:
-            rows = [[*(row[key] for key in columns.values()), text_of(row)] for row in outcomes]
-            click.echo(fitted([*columns, "outcome"], rows, output_width(), texts=tuple(columns), is_text_last=True))
-            if stays:
-                click.echo(shown(if_stays(stays)))
-        return stays
-
     try:
         for lease in leases:
-            outcomes.append(name(lease) | move(lease))
+            outcomes.append(printed.name(lease) | move(lease))
     except (KeyboardInterrupt, GpuLeaseError):
         left = leases[len(outcomes) :]
-        outcomes += [name(lease) | (_NOT_BEGUN if place else _BEGUN) for place, lease in enumerate(left)]
-        print_outcomes()
+        outcomes += [printed.name(lease) | (_NOT_BEGUN if place else _BEGUN) for place, lease in enumerate(left)]
+        printed.print(outcomes)
         raise
-    if print_outcomes():
+    if printed.print(outcomes):
         sys.exit(EXIT_FAILED)

@@ -6,7 +6,7 @@ from itertools import count
 import click
 
 from gpulease.client.cli.drain import span_option
-from gpulease.client.cli.session_moves import ENDED, BusyRetries, move_each
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, MoveOutcomes, move_each
 from gpulease.client.console.reports import Report, leases_of
 from gpulease.client.errors import (
     Busy,
@@ -50,14 +50,18 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
 
     move_each(
         leases,
-        lambda lease: {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]},
         upgrade,
-        {"lease": "lease_id", "tenant": "tenant", "version": "from_version"},
-        _text,
-        as_json=as_json,
-        if_none="No worker runs the code of an earlier daemon.",
-        if_stays=lambda stays: (
-            f"{counted(stays, 'session')} stayed in {'its' if stays == 1 else 'their'} earlier worker."
+        MoveOutcomes(
+            name=lambda lease: (
+                {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]}
+            ),
+            columns={"lease": "lease_id", "tenant": "tenant", "version": "from_version"},
+            text_of=_text,
+            if_none="No worker runs the code of an earlier daemon.",
+            if_stays=lambda stays: (
+                f"{counted(stays, 'session')} stayed in {'its' if stays == 1 else 'their'} earlier worker."
+            ),
+            as_json=as_json,
         ),
     )
 
