@@ -157,7 +157,7 @@ Effect = Load | Return | Park | Unload | Admit | Refuse
 class _Waiting:
     ticket: int
     order: int
-    deadline: float
+    deadline_s: float
 
 
 @dataclass(slots=True)
@@ -259,14 +259,14 @@ class ModelResidency:
 
     # --- requests ---
 
-    def request(self, ticket: int, model: str, now: float, deadline: float) -> list[Effect]:
+    def request(self, ticket: int, model: str, now: float, deadline_s: float) -> list[Effect]:
         """Process a new request. It is admitted or refused by an effect, now or later.
 
         Args:
             ticket: Its number, used once.
             model: The model's name.
             now: Monotonic seconds.
-            deadline: The time at which it is refused if it still waits.
+            deadline_s: The time at which it is refused if it still waits, in seconds of the same clock as `now`.
         """
         resident = self.models.get(model)
         if resident is None or resident.is_removed:
@@ -281,7 +281,7 @@ class ModelResidency:
         if not resident.is_open and len(resident.waiting) >= self._limits.max_waiting:
             return [Refuse(ticket, ModelRefusal.QUEUE_FULL)]
         self._order += 1
-        resident.waiting.append(_Waiting(ticket, self._order, deadline))
+        resident.waiting.append(_Waiting(ticket, self._order, deadline_s))
         self._tickets[ticket] = model
         return self._advance(now)
 
@@ -442,9 +442,9 @@ class ModelResidency:
         """Refuse requests that have waited too long, park idle models, and evict models after their minimum stay."""
         return self._advance(now)
 
-    def next_deadline(self, now: float) -> float | None:
-        """Return when `tick` may have something to do; None if only another event can change anything."""
-        times = [waiter.deadline for model in self.models.values() for waiter in model.waiting]
+    def next_deadline_s(self, now: float) -> float | None:
+        """Return when `tick` may have something to do, in seconds; None if only another event can change anything."""
+        times = [waiter.deadline_s for model in self.models.values() for waiter in model.waiting]
         is_blocked = self._head() is not None
         for model in self.models.values():
             if model.state is not ModelState.LOADED:
@@ -617,7 +617,7 @@ class ModelResidency:
 
     def _expire(self, now: float) -> Iterator[Effect]:
         for model in self.models.values():
-            late = [waiter for waiter in model.waiting if waiter.deadline <= now]
+            late = [waiter for waiter in model.waiting if waiter.deadline_s <= now]
             # Admit a late request of a loaded model rather than refuse it.
             if not late or model.is_open:
                 continue
@@ -625,7 +625,7 @@ class ModelResidency:
             # waits would never get it.
             model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
             model.is_wanted = not self._is_stopping
-            model.waiting = deque(waiter for waiter in model.waiting if waiter.deadline > now)
+            model.waiting = deque(waiter for waiter in model.waiting if waiter.deadline_s > now)
             for waiter in late:
                 self._tickets.pop(waiter.ticket, None)
                 yield Refuse(waiter.ticket, ModelRefusal.WAITED_TOO_LONG)

@@ -199,7 +199,7 @@ class ContinuousBatchScheduler:
         self._short: list[LiveSequence] = []
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
-        self._next_deadline = float("inf")
+        self._next_deadline_s = float("inf")
         # `_has_room`: whether something that admission depends on has changed. `_has_ended`: whether `_decoding` still
         # contains sequences that have ended.
         self._has_room = self._has_ended = False
@@ -223,9 +223,9 @@ class ContinuousBatchScheduler:
         return len(self._unanswered)
 
     @property
-    def next_deadline(self) -> float | None:
-        """The time at which `plan` may have to end a waiting request; None if none has a deadline."""
-        return self._next_deadline if self._waiting and self._next_deadline < float("inf") else None
+    def next_deadline_s(self) -> float | None:
+        """When `plan` may have to end a waiting request, in monotonic seconds; None if none has a deadline."""
+        return self._next_deadline_s if self._waiting and self._next_deadline_s < float("inf") else None
 
     def is_under_way(self, tenant_id: str) -> bool:
         """Return whether an unanswered step has rows of the tenant. A held tenant gets none in later steps."""
@@ -303,7 +303,7 @@ class ContinuousBatchScheduler:
         # place.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
-            self._next_deadline = min(self._next_deadline, now + request.wait_s)
+            self._next_deadline_s = min(self._next_deadline_s, now + request.wait_s)
             return events
         # It was not admitted and may not wait: remove it again, and report the reason.
         self._dequeue(tenant, self._waiting[request.request_id])
@@ -334,7 +334,7 @@ class ContinuousBatchScheduler:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
         # Step 1: end requests that are past their deadline, so that they do not take others' places, and admit new
         # ones.
-        events = self._expire(now) if now >= self._next_deadline else []
+        events = self._expire(now) if now >= self._next_deadline_s else []
         # Emitted tokens change the order of turns, and so may change which tenant may preempt.
         self._has_room |= self.settings.preempts
         # Live sequences come before waiting requests: first find blocks for sequences that grow.
@@ -415,9 +415,9 @@ class ContinuousBatchScheduler:
         # First append the tokens of all sequences at once. Then handle one by one the sequences that need more than
         # this.
         columns, new = self._columns, values[rows]
-        places = columns.known[tables]
-        columns.known[tables] = places + _ONE
-        columns.newest[tables] = new
+        places = columns.token_count[tables]
+        columns.token_count[tables] = places + _ONE
+        columns.last_token[tables] = new
         tokens: list[int] = new.tolist()
         for sequence, token in zip(sampled, tokens, strict=True):
             sequence.tokens.append(token)
@@ -493,7 +493,7 @@ class ContinuousBatchScheduler:
         for waiting in self._waiting.values():
             # Replays of an earlier loss, still in the queue, wait for the same new engine.
             if waiting.request.attempt:
-                waiting.deadline = max(waiting.deadline, now + wait_s)
+                waiting.deadline_s = max(waiting.deadline_s, now + wait_s)
         events: list[AnyEvent] = []
         for tenant in self.tenants.values():
             events += self._unbind(tenant, reason, now, wait_s)
@@ -645,8 +645,8 @@ class ContinuousBatchScheduler:
             return AdmissionReason.POOL_EXHAUSTED, detail
         return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
 
-    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> UnadmittedRequest:
-        waiting = UnadmittedRequest(request, deadline, self._arrivals)
+    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline_s: float) -> UnadmittedRequest:
+        waiting = UnadmittedRequest(request, deadline_s, self._arrivals)
         self._arrivals += 1
         self._waiting[request.request_id] = waiting
         if request.attempt:
@@ -660,8 +660,8 @@ class ContinuousBatchScheduler:
         queue.insert(place, waiting)
         return waiting
 
-    def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> UnadmittedRequest:
-        waiting = self._enqueue(self.tenants[replay.tenant_id], replay, deadline)
+    def _enqueue_replay(self, replay: PromptRequest, deadline_s: float, preemptions: int) -> UnadmittedRequest:
+        waiting = self._enqueue(self.tenants[replay.tenant_id], replay, deadline_s)
         waiting.preemptions = preemptions
         return waiting
 
@@ -671,7 +671,7 @@ class ContinuousBatchScheduler:
         self._has_room = True
 
     def _expire(self, now: float) -> list[AnyEvent]:
-        late = [waiting for waiting in self._waiting.values() if waiting.deadline <= now]
+        late = [waiting for waiting in self._waiting.values() if waiting.deadline_s <= now]
         events: list[AnyEvent] = []
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
@@ -681,7 +681,7 @@ class ContinuousBatchScheduler:
             reason = CompletionReason.DEADLINE_EXCEEDED
             events.append(SchedulerEvent.Completed(waiting.request, reason, kept_out_by=kept_out_by, detail=detail))
             self._dequeue(tenant, waiting)
-        self._next_deadline = min((waiting.deadline for waiting in self._waiting.values()), default=float("inf"))
+        self._next_deadline_s = min((waiting.deadline_s for waiting in self._waiting.values()), default=float("inf"))
         return events
 
     def _admit(self) -> list[AnyEvent]:
@@ -1073,9 +1073,9 @@ class ContinuousBatchScheduler:
                 replays.append((replay, sequence.preemptions))
         # Each goes to the front of the queue, so enqueue the last one first.
         for replay, preemptions in reversed(replays):
-            deadline = now + max(replay.wait_s, least_s)
-            self._enqueue_replay(replay, deadline, preemptions)
-            self._next_deadline = min(self._next_deadline, deadline)
+            deadline_s = now + max(replay.wait_s, least_s)
+            self._enqueue_replay(replay, deadline_s, preemptions)
+            self._next_deadline_s = min(self._next_deadline_s, deadline_s)
         return events
 
     def _replay_of(self, sequence: LiveSequence, used_ids: Set[str]) -> PromptRequest:

@@ -23,7 +23,7 @@ class UnadmittedRequest:
 
     Attributes:
         request: The request.
-        deadline: The time until which it may wait, in monotonic seconds.
+        deadline_s: The time until which it may wait, in monotonic seconds.
         number: Its place in the order of arrivals.
         preemptions: How often the request was preempted.
         is_paid: Whether its tenant was charged for its prompt at an earlier admission.
@@ -31,7 +31,7 @@ class UnadmittedRequest:
     """
 
     request: PromptRequest
-    deadline: float
+    deadline_s: float
     number: int
     preemptions: int = 0
     is_paid: bool = False
@@ -45,11 +45,11 @@ class SequenceColumns:
     writes them.
 
     Attributes:
-        planned: The columns that planning reads, as one array: those of a `StepPlan` in the same order, then `known`
-            and `special_at`.
+        planned: The columns that planning reads, as one array: those of a `StepPlan` in the same order, then
+            `token_count` and `special_at`.
         next_position, row, acts_at: As in `LiveSequence`.
-        known: The number of its tokens so far, those of the prompt included.
-        newest: The last of these tokens.
+        token_count: The number of its tokens so far, those of the prompt included.
+        last_token: The last of these tokens.
         block: While it decodes, the block of its next row, unless that row is at `special_at` or later.
         special_at: The first position whose row is in another block or is the sequence's last one.
     """
@@ -57,7 +57,7 @@ class SequenceColumns:
     def __init__(self, tables: int) -> None:
         """Begin with zeros: a sequence sets its values when it is admitted."""
         self.planned: NDArray[np.int64] = np.zeros((7, tables), np.int64)
-        self.next_position, self.newest, self.row, self.block, own, self.known, self.special_at = self.planned
+        self.next_position, self.last_token, self.row, self.block, own, self.token_count, self.special_at = self.planned
         own[:] = np.arange(tables)
         self.acts_at: NDArray[np.int64] = np.zeros(tables, np.int64)
 
@@ -132,7 +132,7 @@ class LiveSequence:
         # `next_position` moves when a row is planned, `filled` when its step is answered: they differ by the rows in
         # flight.
         self._columns = columns
-        columns.known[table], columns.newest[table] = self.prompt_length, self.tokens[-1]
+        columns.token_count[table], columns.last_token[table] = self.prompt_length, self.tokens[-1]
         self.filled = self.next_position = 0
         self.row = NO_ROW
         self.keys: list[bytes] = []

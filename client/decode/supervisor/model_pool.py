@@ -425,7 +425,7 @@ class ModelPool:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, at = None, self.residency.next_deadline(self._clock())
+        self._timer, at = None, self.residency.next_deadline_s(self._clock())
         if at is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, at - self._clock()), self._tick)

@@ -243,7 +243,7 @@ class StepLoop:
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""
         # Only waiting requests have deadlines; without any, sleep until something wakes the loop.
-        deadline = self.scheduler.next_deadline
+        deadline = self.scheduler.next_deadline_s
         delay_s = None if deadline is None else max(0.0, deadline - self._clock())
         with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):

@@ -344,7 +344,7 @@ class Instance:
             is_end = isinstance(error, asyncio.CancelledError)
             reason = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log has details")
             for request in batch:
-                request.settle(reason)
+                request.resolve(reason)
             raise
         finally:
             intake.is_running = False
@@ -355,7 +355,7 @@ class Instance:
         # A batch that succeeded proves that the lease works, so the next failure starts with a short pause again.
         self._pause.succeeded()
         for request, output in zip(batch, outputs, strict=True):
-            request.settle(Answer(self.settings.method_id, output))
+            request.resolve(Answer(self.settings.method_id, output))
 
     # --- failures ---
 
@@ -372,7 +372,7 @@ class Instance:
                 request.is_alone = is_kernel_error
                 retried.append(request)
             else:
-                request.settle(CallError(code_of(error), f"{type(error).__name__}: {text_for_callers(error)}"))
+                request.resolve(CallError(code_of(error), f"{type(error).__name__}: {text_for_callers(error)}"))
         self._intake.put_back(retried)
 
     async def _recover(self, error: GpuLeaseError) -> None:

@@ -27,8 +27,8 @@ class WaitingRequest:
     Attributes:
         payload: The inputs of its items.
         items: The number of items.
-        at: The time at which it arrived, in monotonic seconds.
-        deadline: The time after which its computation must not begin.
+        arrived_s: The time at which it arrived, in monotonic seconds.
+        deadline_s: The time after which its computation must not begin, in monotonic seconds.
         answer: The future of its outcome, which is cancelled if the caller disconnects.
         attempts: How many batches with it have begun.
         is_alone: Whether it must be computed in a separate batch, because a batch with it has failed.
@@ -37,14 +37,14 @@ class WaitingRequest:
 
     payload: bytes
     items: int
-    at: float
-    deadline: float
+    arrived_s: float
+    deadline_s: float
     answer: "asyncio.Future[Outcome]"
     attempts: int = 0
     is_alone: bool = False
     timer: asyncio.TimerHandle | None = None
 
-    def settle(self, outcome: Outcome) -> None:
+    def resolve(self, outcome: Outcome) -> None:
         """Answer the request, unless it was answered before."""
         if self.timer is not None:
             self.timer.cancel()
@@ -102,7 +102,7 @@ class BatchQueue:
             return None
         # A batch is due if it is full, if its oldest request must be computed alone, or when that has waited enough.
         first = self._waiting[0]
-        return 0.0 if self.items >= self.max_batch or first.is_alone else first.at + max_delay_s
+        return 0.0 if self.items >= self.max_batch or first.is_alone else first.arrived_s + max_delay_s
 
     def next_batch(self) -> list[WaitingRequest]:
         """Remove and return the requests from the front that fit into a batch.
@@ -181,24 +181,24 @@ class RequestIntake:
         """Queue requests while there is room, and refuse the others."""
         for request in requests:
             if self.is_stopping:
-                request.settle(CallError(CallErrorCode.UNAVAILABLE, "the server is stopping"))
+                request.resolve(CallError(CallErrorCode.UNAVAILABLE, "the server is stopping"))
                 continue
             if not self.queue.add(request):
                 text = f"{self.settings.max_queue} items already wait, the maximum"
                 # This limit also applies to requests that another model passes on.
-                request.settle(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))
+                request.resolve(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))
                 continue
             if request.timer is not None:
                 request.timer.cancel()
             # The timer answers a request at its deadline even if the model has no lease.
-            request.timer = self._loop.call_at(request.deadline, self._on_deadline, request)
+            request.timer = self._loop.call_at(request.deadline_s, self._on_deadline, request)
         self.changed()
 
     def put_back(self, requests: list[WaitingRequest]) -> None:
         """Put requests of a failed batch back at the front of the queue, and refuse those past their deadline."""
         self.queue.put_first(requests)
         for request in requests:
-            if request.deadline <= self._loop.time():
+            if request.deadline_s <= self._loop.time():
                 self._on_deadline(request)
         self.changed()
 
@@ -212,8 +212,8 @@ class RequestIntake:
         forecast = replace(self._forecast(now), items_ahead=0, start_s=0.0, lease_left_s=lease_left_s)
         in_time = []
         for request in batch:
-            if text := forecast.refusal(request.items, request.deadline - now):
-                request.settle(CallError(CallErrorCode.TOO_LATE, text, self._retry_ms()))
+            if text := forecast.refusal(request.items, request.deadline_s - now):
+                request.resolve(CallError(CallErrorCode.TOO_LATE, text, self._retry_ms()))
             else:
                 in_time.append(request)
         return in_time
@@ -221,7 +221,7 @@ class RequestIntake:
     def dismiss(self, outcome: CallError) -> None:
         """Empty the queue, and answer every request in it with an error."""
         for request in self.queue.take_all():
-            request.settle(outcome)
+            request.resolve(outcome)
         self.changed()
 
     def changed(self) -> None:
@@ -246,7 +246,7 @@ class RequestIntake:
         if self.queue.items + request.items > settings.max_queue:
             return CallError(CallErrorCode.QUEUE_FULL, f"{self.queue.items} items already wait", self._retry_ms())
         # Check this last, because it is an estimate; the other checks are certain.
-        if text := self._forecast(request.at).refusal(request.items, left_s):
+        if text := self._forecast(request.arrived_s).refusal(request.items, left_s):
             return CallError(CallErrorCode.TOO_LATE, text, self._retry_ms())
         return None
 
@@ -270,7 +270,7 @@ class RequestIntake:
             code, reason = CallErrorCode.TOO_LATE, "it was not started before its deadline"
             if self.trouble is not None:
                 code, reason = CallErrorCode.UNAVAILABLE, f"{reason}: the model has no lease: {self.trouble}"
-            request.settle(CallError(code, reason, self._retry_ms()))
+            request.resolve(CallError(code, reason, self._retry_ms()))
 
     def _on_answered(self, request: WaitingRequest) -> None:
         if request.timer is not None:
@@ -285,7 +285,7 @@ class RequestIntake:
         outcome = request.answer.result()
         if isinstance(outcome, Answer):
             self._metrics.bytes_out.inc(len(outcome.payload))
-            self._metrics.latency_ms.observe((self._loop.time() - request.at) * 1000)
+            self._metrics.latency_ms.observe((self._loop.time() - request.arrived_s) * 1000)
         self._metrics.answered("done" if isinstance(outcome, Answer) else outcome.code.name.lower())
 
 

@@ -88,7 +88,7 @@ def test_a_model_in_use_is_not_evicted_but_yields_to_the_one_that_waits() -> Non
     assert models.loaded("b", 8.0) == [Admit(2)]
     assert models.release(2, 8.0) == []
     # a's turn comes with the end of b's stay.
-    assert models.next_deadline(8.0) == pytest.approx(13.0)
+    assert models.next_deadline_s(8.0) == pytest.approx(13.0)
     assert models.tick(13.0) == [Park("b")]
     assert models.parked("b", 13.0) == [Return("a")]
     assert models.returned("a", 13.0) == [Admit(3)]
@@ -138,7 +138,7 @@ def test_the_parked_model_used_least_recently_gives_way_to_the_next_one() -> Non
 def test_an_idle_model_is_parked_in_time() -> None:
     models = pool(1, idle_s=30.0)
     load(models, "a", 1, 0.0)
-    assert models.next_deadline(0.0) == pytest.approx(30.0)
+    assert models.next_deadline_s(0.0) == pytest.approx(30.0)
     assert models.tick(29.0) == []
     assert models.tick(30.0) == [Park("a")]
     assert models.parked("a", 30.0) == []
@@ -206,7 +206,7 @@ def test_a_full_queue_and_a_long_wait_are_refused() -> None:
     models.request(1, "a", 0.0, 3.0)
     models.request(2, "a", 0.0, LATE)
     assert models.request(3, "a", 0.0, LATE) == [Refuse(3, ModelRefusal.QUEUE_FULL)]
-    assert models.next_deadline(0.0) == pytest.approx(3.0)
+    assert models.next_deadline_s(0.0) == pytest.approx(3.0)
     assert models.tick(3.0) == [Refuse(1, ModelRefusal.WAITED_TOO_LONG)]
     assert models.loaded("a", 4.0) == [Admit(2)]
 
@@ -280,7 +280,7 @@ def test_a_model_that_is_idle_while_the_pool_stops_is_not_parked() -> None:
     models = pool(1, idle_s=1.0)
     load(models, "a", 1, 0.0)
     assert models.drain(0.5) == []
-    assert models.next_deadline(0.5) is None
+    assert models.next_deadline_s(0.5) is None
     assert models.tick(2.0) == []
 
 
@@ -314,7 +314,7 @@ def test_no_model_starves_while_others_are_always_in_use(models: int) -> None:
         ask(name)
     while now < 300.0:
         times = [at for at, _, _ in due]
-        if (deadline := residency.next_deadline(now)) is not None:
+        if (deadline := residency.next_deadline_s(now)) is not None:
             times.append(deadline)
         now = min(times)
         apply(residency.tick(now))
@@ -454,7 +454,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_clock_is_not_asked_for_the_past(self) -> None:
-        deadline = self.models.next_deadline(self.now)
+        deadline = self.models.next_deadline_s(self.now)
         if deadline is not None and deadline <= self.now:
             effects = self.models.tick(self.now)
             assert effects

@@ -200,11 +200,11 @@ def test_a_tenant_is_added_once(scheduler: ContinuousBatchScheduler) -> None:
 
 def test_a_request_that_waits_is_admitted_when_there_is_room(scheduler: ContinuousBatchScheduler) -> None:
     fill(scheduler, live=2, waiting=1)
-    assert scheduler.next_deadline == 9.0
+    assert scheduler.next_deadline_s == 9.0
     scheduler.cancel("live1")
     scheduler.plan(1.0)
     assert set(scheduler.tenants["a"].live) == {"live0", "waiting0"}
-    assert scheduler.next_deadline is None
+    assert scheduler.next_deadline_s is None
 
 
 def test_a_request_that_waited_long_enough_ends(scheduler: ContinuousBatchScheduler) -> None:
@@ -262,9 +262,9 @@ def test_the_next_deadline_is_that_of_what_waits_still(scheduler: ContinuousBatc
     fill(scheduler, live=2)
     scheduler.submit(prompt_request("a", "first", 1, 1, wait_s=5), 0.0)
     scheduler.submit(prompt_request("a", "second", 1, 1, wait_s=7), 0.0)
-    assert scheduler.next_deadline == 5.0
+    assert scheduler.next_deadline_s == 5.0
     scheduler.plan(5.0)
-    assert scheduler.next_deadline == 7.0
+    assert scheduler.next_deadline_s == 7.0
 
 
 # --- cancel ---
@@ -727,7 +727,7 @@ def test_a_held_tenant_s_requests_take_no_places_and_end_in_time(scheduler: Cont
     scheduler.hold("a")
     assert scheduler.submit(prompt_request("a", "late", 3, 20, wait_s=5.0), 0.0) == []
     assert scheduler.submit(prompt_request("a", "patient", 3, 20, wait_s=9.0), 0.0) == []
-    assert (scheduler.waiting_requests, scheduler.next_deadline) == (2, 5.0)
+    assert (scheduler.waiting_requests, scheduler.next_deadline_s) == (2, 5.0)
     [refused] = scheduler.submit(prompt_request("a", "at once", 3, 20, wait_s=0.0), 0.0)
     assert isinstance(refused, SchedulerEvent.AdmissionRejected)
     assert "it is suspended" in refused.detail

@@ -19,20 +19,20 @@ def _close() -> Iterator[None]:
     LOOP.close()
 
 
-def waiting(items: int = 1, at: float = 0.0, *, is_alone: bool = False) -> WaitingRequest:
-    return WaitingRequest(b"", items, at, at + 1, LOOP.create_future(), is_alone=is_alone)
+def waiting(items: int = 1, arrived_s: float = 0.0, *, is_alone: bool = False) -> WaitingRequest:
+    return WaitingRequest(b"", items, arrived_s, arrived_s + 1, LOOP.create_future(), is_alone=is_alone)
 
 
 def test_when_a_batch_is_due() -> None:
     queue = BatchQueue(100, 4)
     assert queue.due_at(1.0) is None
-    queue.add(waiting(at=5.0))
-    queue.add(waiting(2, at=6.0))
+    queue.add(waiting(arrived_s=5.0))
+    queue.add(waiting(2, arrived_s=6.0))
     assert queue.due_at(1.0) == 6.0
-    queue.add(waiting(at=6.5))
+    queue.add(waiting(arrived_s=6.5))
     assert queue.due_at(1.0) == 0.0
     alone = BatchQueue(100, 4)
-    alone.add(waiting(at=5.0, is_alone=True))
+    alone.add(waiting(arrived_s=5.0, is_alone=True))
     assert alone.due_at(1.0) == 0.0
 
 
@@ -51,8 +51,8 @@ def test_who_went_away_is_left_out() -> None:
     for request in requests:
         queue.add(request)
     requests[0].answer.cancel()
-    requests[1].settle(Answer(1, b""))
-    requests[1].settle(Answer(2, b""))  # a second answer is none
+    requests[1].resolve(Answer(1, b""))
+    requests[1].resolve(Answer(2, b""))  # a second answer is none
     assert queue.next_batch() == [requests[2]]
     assert (queue.items, bool(queue)) == (0, False)
 
