@@ -208,7 +208,7 @@ def _place(index: Any, length: int, number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class StridedCopy:
     """Bytes to copy from one layout to another, as nested loops over units of one size. Loop 0 is the innermost.
 
     Attributes:
@@ -229,7 +229,7 @@ class Transfer:
         return math.prod(self.lengths)
 
 
-def transfer_of(to: ArrayLayout, source: ArrayLayout | None) -> Transfer:
+def strided_copy_of(to: ArrayLayout, source: ArrayLayout | None) -> StridedCopy:
     """The fewest loops that copy every element of `source` to its place in `to`; both have the same shape.
 
     Without a source, the target is filled with a pattern as long as an element, repeated to a unit.
@@ -258,7 +258,7 @@ def transfer_of(to: ArrayLayout, source: ArrayLayout | None) -> Transfer:
     if loops[0][0] == 1 and len(loops) > 1:
         del loops[0]
     lengths, to_strides, from_strides = zip(*loops, strict=True)
-    return Transfer(unit, lengths, to_strides, from_strides)
+    return StridedCopy(unit, lengths, to_strides, from_strides)
 
 
 class ArrayView:

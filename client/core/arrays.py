@@ -19,7 +19,7 @@ from gpulease.client.array_layout import (
     ArrayLayout,
     ArrayView,
     checked_shape,
-    transfer_of,
+    strided_copy_of,
 )
 from gpulease.client.core.resources import ModuleBase
 from gpulease.client.core.session import SessionView
@@ -223,7 +223,7 @@ def _transfer(to: SessionArray, source: SessionArray, stream: StreamHandle | Non
 
 def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, stream: StreamHandle | None) -> Calls[None]:
     # Step 1: describe the copy as loops, and pad the lists to the kernel's fixed number of dimensions.
-    work = transfer_of(to.layout, None if source is None else source.layout)
+    work = strided_copy_of(to.layout, None if source is None else source.layout)
     unused = (0,) * (MAX_DIMENSIONS - len(work.lengths))
     lists = (*work.lengths, *unused, *work.to_strides, *unused, *work.from_strides, *unused)
     packed = _LAYOUT.pack(work.count, len(work.lengths) - 1, work.unit_bytes, pattern, *lists)

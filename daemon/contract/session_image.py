@@ -100,7 +100,7 @@ class ConnectionState(NamedTuple):
     events: tuple[tuple[int, int], ...] = ()
 
 
-class RegionState(NamedTuple):
+class RegionImage(NamedTuple):
     """A region that the session has mapped, or that one of its region sets names.
 
     Attributes:
@@ -140,7 +140,7 @@ class RegionStates(NamedTuple):
           number.
     """
 
-    regions: tuple[RegionState, ...]
+    regions: tuple[RegionImage, ...]
     sets: tuple[RegionSetState, ...]
     last_set: int
     launches_begun: int
@@ -235,7 +235,7 @@ _REGIONS: Final = SessionImage._fields.index("regions")
 
 
 def _typed_regions(regions: Any, sets: Any, last_set: int, launches_begun: int) -> RegionStates:
-    return RegionStates(_each(RegionState, regions), _each(RegionSetState, sets), last_set, launches_begun)
+    return RegionStates(_each(RegionImage, regions), _each(RegionSetState, sets), last_set, launches_begun)
 
 
 def _each(kind: Any, rows: Any) -> Any:

@@ -40,7 +40,7 @@ from gpulease.daemon.contract.messages import (
     SliceResizedReport,
 )
 from gpulease.daemon.contract.regions_page import WorkerRegions
-from gpulease.daemon.contract.session_image import RegionState
+from gpulease.daemon.contract.session_image import RegionImage
 from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, Ticket
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_operations import Flip, MappedRegion, RegionGate, end_text
@@ -185,7 +185,7 @@ class RegionMemory:
         """Return whether a region is being opened or ended, or a report to the broker is still to be sent."""
         return bool(self._ends or self._openings) or self._gate.has_reports
 
-    def states(self) -> tuple[list[RegionState], list[list[int]]]:
+    def states(self) -> tuple[list[RegionImage], list[list[int]]]:
         """Return all regions that are mapped or that a set names, and for each set the positions of its regions."""
         mapped, ledger = list(self._by_id.values()), self._resources.ledger
         # A set may name regions that have released their addresses: launches in it are refused.
@@ -195,7 +195,7 @@ class RegionMemory:
             for region_set in self._gate.sets.values()
         ]
         states = [
-            RegionState(
+            RegionImage(
                 region_id=region.region_id.to_bytes(16, "big"),
                 slot=region.slot,
                 number=region.number,
@@ -217,7 +217,7 @@ class RegionMemory:
         mapped = self._by_id.values()
         return [(region.region_id, region.address) for region in mapped if not ledger.has_ended(region.address)]
 
-    def restore(self, states: Iterable[RegionState]) -> list[MappedRegion]:
+    def restore(self, states: Iterable[RegionImage]) -> list[MappedRegion]:
         """Add the regions that the session had in another process, in the order of `states`.
 
         The context must have adopted them. Raises ImageMismatch if the page with their words is missing.

@@ -14,9 +14,9 @@ from gpulease.client.array_layout import (
     MAX_ARRAY_BYTES,
     MAX_DIMENSIONS,
     ArrayLayout,
-    Transfer,
+    StridedCopy,
     checked_shape,
-    transfer_of,
+    strided_copy_of,
 )
 
 TYPES = ("u1", "u2", "f4", "f8", "c16")
@@ -63,7 +63,7 @@ def test_a_span_holds_every_element_and_no_more(found: tuple[Any, Any, ArrayLayo
         assert layout.span == tuple(place - start_of(whole) for place in byte_bounds(part))
 
 
-def moved(work: Transfer, to: Any, to_offset: int, source: Any, from_offset: int) -> None:
+def moved(work: StridedCopy, to: Any, to_offset: int, source: Any, from_offset: int) -> None:
     """What the kernel does: thread by thread, to the bytes of two buffers."""
     for unit in range(work.count):
         rest, t, f = unit, to_offset, from_offset
@@ -78,7 +78,7 @@ def moved(work: Transfer, to: Any, to_offset: int, source: Any, from_offset: int
 def test_a_transfer_moves_every_element_and_nothing_else(found: tuple[Any, Any, ArrayLayout]) -> None:
     whole, part, layout = found
     packed = np.zeros(part.shape, part.dtype)
-    work = transfer_of(layout_of(packed), layout)
+    work = strided_copy_of(layout_of(packed), layout)
     assert len(work.lengths) <= MAX_DIMENSIONS
     if not part.size:
         assert work.count == 0
@@ -87,7 +87,7 @@ def test_a_transfer_moves_every_element_and_nothing_else(found: tuple[Any, Any, 
     assert packed.tobytes() == part.tobytes()
     back = np.full_like(whole, 7)
     moved(
-        transfer_of(layout, layout_of(packed)),
+        strided_copy_of(layout, layout_of(packed)),
         back.reshape(-1).view("u1"),
         layout.offset,
         packed.reshape(-1).view("u1"),
@@ -113,8 +113,8 @@ def test_a_shape_is_repeated_as_numpy_does(shapes: Any) -> None:
 
 def test_elements_without_gaps_are_moved_sixteen_bytes_at_once() -> None:
     layout = ArrayLayout.contiguous((64, 64), 4)
-    assert transfer_of(layout, layout) == Transfer(16, (1024,), (16,), (16,))
-    assert transfer_of(layout.at((slice(None), 0)), None).lengths == (64,)
+    assert strided_copy_of(layout, layout) == StridedCopy(16, (1024,), (16,), (16,))
+    assert strided_copy_of(layout.at((slice(None), 0)), None).lengths == (64,)
 
 
 @pytest.mark.parametrize(

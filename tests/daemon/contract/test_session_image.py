@@ -10,8 +10,8 @@ from gpulease.daemon.contract.session_image import (
     ConnectionState,
     GraphState,
     ModuleState,
+    RegionImage,
     RegionSetState,
-    RegionState,
     RegionStates,
     RingState,
     SessionImage,
@@ -49,8 +49,8 @@ def image(unread: bytes = b"", events: tuple[tuple[int, int], ...] = ()) -> Sess
 
 REGIONS = RegionStates(
     (
-        RegionState(bytes(15) + b"\1", 0, 5, 1 << 40, 4096, 0, None, False, False, False),
-        RegionState(bytes(15) + b"\2", 1, 6, 1 << 41, 4096, 64, (3, 1_700), True, True, True),
+        RegionImage(bytes(15) + b"\1", 0, 5, 1 << 40, 4096, 0, None, False, False, False),
+        RegionImage(bytes(15) + b"\2", 1, 6, 1 << 41, 4096, 64, (3, 1_700), True, True, True),
     ),
     (RegionSetState(1, (0, 1, 0), 2),),
     4,
