@@ -483,7 +483,6 @@ class Others:
         unowned: Bytes that belong to no process.
         outside: Bytes of processes that are not workers.
         taken_bytes: Bytes by which the capacity is lower than at the start.
-        is_known: Whether the card was polled, or needs no poll because others can't hold any of its memory.
 
     Args:
         spare_bytes: Bytes that the operator leaves unused; others may hold that much without reducing the capacity.
@@ -491,18 +490,23 @@ class Others:
         unknown_bytes: Bytes that count as taken before the first poll; 0 if others can't hold any of the card's memory.
     """
 
-    __slots__ = ("_is_first", "_polled_ns", "_spare_bytes", "is_known", "outside", "taken_bytes", "unowned")
+    __slots__ = ("_is_polled", "_needs_poll", "_polled_ns", "_spare_bytes", "outside", "taken_bytes", "unowned")
 
     def __init__(self, spare_bytes: int, slack_bytes: int, unknown_bytes: int = 0) -> None:
         self.taken_bytes = unknown_bytes
-        self.is_known = not unknown_bytes
         # Outside bytes can't be a dead worker's, so they are booked at once.
         self.unowned = Growth(slack_bytes)
         self.outside = Growth(slack_bytes, settles=False)
         self._spare_bytes = spare_bytes
-        self._is_first = True
+        self._needs_poll = unknown_bytes > 0
+        self._is_polled = False
         # Time of the last poll or proof. Polls come from threads, and may arrive late.
         self._polled_ns = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the card was polled, or needs no poll because others can't hold any of its memory."""
+        return self._is_polled or not self._needs_poll
 
     @property
     def booked_bytes(self) -> int:
@@ -515,13 +519,12 @@ class Others:
         since. Only the first poll is not.
         """
         if polled_ns < self._polled_ns:
-            if not self._is_first:
+            if self._is_polled:
                 return False
             # The proof may have booked more.
             unowned_bytes = max(unowned_bytes, self.unowned.booked_bytes)
         # The first poll is booked at once: it shows the bytes that others took while no daemon ran.
-        is_first, self._is_first, self._polled_ns = self._is_first, False, max(polled_ns, self._polled_ns)
-        self.is_known = True
+        is_first, self._is_polled, self._polled_ns = not self._is_polled, True, max(polled_ns, self._polled_ns)
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)
         self.outside.poll(outside_bytes, polled_ns, is_first=is_first)
