@@ -14,7 +14,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
+from gpulease.daemon.gpus.source import POLL_ERRORS, CardSource
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
@@ -182,7 +182,7 @@ class NodeMetrics:
         stray_bytes: dict[str, int] = {}
         for uuid in self._cards:
             # Without a thread or an answer, leave out the unknown figures.
-            with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
+            with contextlib.suppress(*POLL_ERRORS):
                 reading = await asyncio.to_thread(self._source.read, uuid)
                 stray_bytes[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
         return stray_bytes

@@ -29,6 +29,10 @@ class CardsUnavailable(CannotStart):
         self.may_pass = may_pass
 
 
+POLL_ERRORS: Final = (CardsUnavailable, MemoryError, RuntimeError)
+"""Errors that mean that a card reports no figure, or that no thread can be started to poll it."""
+
+
 @dataclass(frozen=True, slots=True)
 class CardFacts:
     """A card as discovered.

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, for_reading, overran
 from gpulease.daemon.contract.messages import Scrub
-from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.gpus.source import POLL_ERRORS, CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
@@ -300,9 +300,6 @@ class MemoryMonitor:
             self._post(SessionCondemned(lease_id, cause, reason))
 
 
-_UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
-"""Errors that mean that a card reports no figure, or that no thread can be started to poll it."""
-
 FIRST_POLL_DELAY_S: Final = 0.002
 """Pause between the first poll of a card and the second. The driver releases bytes some milliseconds after the reap (74
 ms were seen for 60 GiB), so polls are close together at first and then become rarer."""
@@ -380,7 +377,7 @@ class Reclaimer:
             polled_ns = time.monotonic_ns()
             try:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
-            except _UNKNOWN as error:
+            except POLL_ERRORS as error:
                 # If no thread can be started, try again: memory may become free before the slice must be fenced.
                 missing = f"the card can't be read: {error}"
             else:
@@ -446,7 +443,7 @@ class BytesProver:
         while pid := self._workers.pid(order.lease_id):
             try:
                 held_bytes = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
-            except _UNKNOWN as error:
+            except POLL_ERRORS as error:
                 missing = f"the card can't be read: {error}"
             else:
                 # For a region, other changes may have raised the allowance by now. For a resize, only the order's
@@ -501,7 +498,7 @@ class CardWatch:
         # If a card can't be read now, it is read a second later; its proofs wait until then.
         try:
             await self._read(card_uuid)
-        except _UNKNOWN as error:
+        except POLL_ERRORS as error:
             if card_uuid in self._unread:
                 self._unread[card_uuid] = str(error)
         except Exception:
@@ -587,7 +584,7 @@ class Recycler:
 
     async def _measure(self, worker: Worker, ready: WorkerReady) -> None:
         # A context that can't be measured serves one lease, and is not scrubbed.
-        with contextlib.suppress(*_UNKNOWN):
+        with contextlib.suppress(*POLL_ERRORS):
             card_uuid, pid = worker.spec.card_uuid, worker.pid
             worker.own_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         self._post(ready)
@@ -596,7 +593,7 @@ class Recycler:
         if not doubt:
             try:
                 held_bytes = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
-            except _UNKNOWN as error:
+            except POLL_ERRORS as error:
                 doubt = f"the card can't be read: {error}"
             else:
                 # The worker's report is not enough: by the card's figure, it must also hold no more than before its
