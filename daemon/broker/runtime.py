@@ -571,8 +571,8 @@ class Runtime:
             self._parks.start()
         spec = lease_worker_spec(effect, self._source.allowance_bytes)
         # A session that comes from another worker keeps its addresses.
-        if opened_bytes := self.workers.images.opened_bytes(effect.lease_id):
-            spec = replace(spec, opened_bytes=opened_bytes)
+        if isinstance(effect, RestartWorker):
+            spec = replace(spec, opened_bytes=self.workers.images.opened_bytes(effect.lease_id))
         self.workers.spawn(spec)
 
     def _open_region(self, effect: OpenRegion) -> None:
