@@ -29,34 +29,47 @@ _FINALIZER = weakref.finalize.__call__.__code__
 _ENTERED = Region.__enter__.__code__
 """It only returns the region, which the program owns by then. An interrupt there is like one after the call."""
 
+_OF_CLIENT: dict[str, bool] = {}
+"""Whether a file is of the client: the question is asked at each event."""
+
 
 class Point(NamedTuple):
-    """A place in the code, the event at this place, and how often the event has happened in this run."""
+    """A place in the code, the event at this place, and how often the event has happened in this run.
+
+    Keys contain the id of the code, because to hash the code itself hashes all that it contains.
+    """
 
     code: CodeType
     at: int
     event: str
     passes: int
 
+    @property
+    def key(self) -> "PointKey":
+        return id(self.code), self.at, self.event, self.passes
+
     def __str__(self) -> str:
         place = f"{self.code.co_filename}:{self.code.co_firstlineno} {self.code.co_name}+{self.at}"
         return f"{place} {self.event} {self.passes}"
+
+
+PointKey = tuple[int, int, str, int]
 
 
 class InterruptPoints:
     """Runs an operation repeatedly, with an interrupt at a different point each time."""
 
     def __init__(self) -> None:
-        self._met: dict[Point, None] = {}
-        self._counts: dict[tuple[CodeType, int, str], int] = {}
-        self._targets: tuple[Point, ...] = ()
+        self._met: dict[PointKey, Point] = {}
+        self._counts: dict[tuple[int, int, str], int] = {}
+        self._targets: tuple[PointKey, ...] = ()
         self.interrupts = 0
         # The number of interrupts after which points are recorded.
         self._walks_from = 0
 
     def _run(self, operation: Callable[[], Any], *targets: Point) -> Any:
         """Run the operation with interrupts at `targets`. Returns its result; None if it was interrupted."""
-        self._counts, self._targets, self.interrupts = {}, targets, 0
+        self._counts, self._targets, self.interrupts = {}, tuple(target.key for target in targets), 0
         sys.settrace(self._trace)
         sys.setprofile(self._profile)
         try:
@@ -88,7 +101,7 @@ class InterruptPoints:
         Yields after each pair. `end` is as in `walk`. Only one of `every` first points is used. If the same points
         follow several first points, only one of these is used, because the clean-up is the same.
         """
-        walked = set[frozenset[Point]]()
+        walked = set[frozenset[PointKey]]()
         end(self._run(operation))
         for first in islice(self._not_walked(), 0, None, every):
             before, self._met, self._walks_from = self._met, {}, 1
@@ -103,10 +116,11 @@ class InterruptPoints:
 
     def _not_walked(self) -> Iterator[Point]:
         """Yield each point that was recorded so far, or is recorded during the iteration, once."""
-        met, done = self._met, set[Point]()
-        while left := [point for point in met if point not in done]:
-            done.add(left[0])
-            yield left[0]
+        met, done = self._met, 0
+        # Later points are behind those that are known.
+        while left := [*islice(met.values(), done, None)]:
+            yield from left
+            done += len(left)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         # Python removes a profile function that raises, so set it again when the exception is traced.
@@ -120,30 +134,38 @@ class InterruptPoints:
         is_made = event == "return" and code.co_name == "__init__"
         if event not in ("call", "c_return") and not is_made:
             return
-        if not _is_of_client(code) or any(name in IGNORED_FUNCTIONS for name in _names(frame)):
+        if not _is_of_client(code) or _discards_interrupts(frame):
             return
-        place = code, frame.f_lasti, event
+        place = id(code), frame.f_lasti, event
         count = self._counts[place] = self._counts.get(place, 0) + 1
         if count > PASSES:
             return
-        point = Point(*place, count)
-        if self.interrupts == self._walks_from:
-            self._met[point] = None
-        if self.interrupts < len(self._targets) and point == self._targets[self.interrupts]:
+        key = *place, count
+        if self.interrupts == self._walks_from and key not in self._met:
+            self._met[key] = Point(code, frame.f_lasti, event, count)
+        if self.interrupts < len(self._targets) and key == self._targets[self.interrupts]:
             self.interrupts += 1
             self._counts = {}
             raise KeyboardInterrupt
 
 
 def _is_of_client(code: CodeType) -> bool:
-    return code.co_filename.startswith(gpulease.__path__[0]) and code is not _ENTERED
+    file = code.co_filename
+    is_ours = _OF_CLIENT.get(file)
+    if is_ours is None:
+        is_ours = _OF_CLIENT[file] = file.startswith(gpulease.__path__[0])
+    return is_ours and code is not _ENTERED
 
 
-def _names(frame: FrameType | None) -> Iterator[str]:
-    """Yield the names of gpulease's running functions, and `__del__` for finalizers, in which exceptions are lost."""
-    while frame is not None:
-        if _is_of_client(frame.f_code):
-            yield frame.f_code.co_name
-        elif frame.f_code is _FINALIZER:
-            yield "__del__"
+def _discards_interrupts(frame: FrameType | None) -> bool:
+    """Whether one of the operation's running functions is of IGNORED_FUNCTIONS, or runs finalizers."""
+    while frame is not None and frame.f_code is not _RUN:
+        code = frame.f_code
+        if code is _FINALIZER or (code.co_name in IGNORED_FUNCTIONS and _is_of_client(code)):
+            return True
         frame = frame.f_back
+    return False
+
+
+_RUN = InterruptPoints._run.__code__
+"""The caller of the operation: what is above it is of the test alone."""
