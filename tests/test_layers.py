@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.layers import ARCHITECTURE, DOORS, HALL, ROOMS, SHARED, TOOL, WING, WINGS, Room, room_of, with_drawing
-from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
+from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, kept_trees, name_of, tree_of
 
 # protocol imports nothing of ours; client and daemon know protocol and not each other. `interrupts` is a file of the
 # package itself, which must be imported before anything slow, and so before protocol.
@@ -70,9 +70,8 @@ def file_of(module: str) -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_trees() -> Iterator[None]:
-    """Every later garbage collection of this process would walk some million nodes."""
-    yield
-    tree_of.cache_clear()
+    with kept_trees():
+        yield
 
 
 @cache

@@ -16,7 +16,7 @@ import pytest
 
 from gpulease.protocol.lease_options import LeaseOptions
 from gpulease.protocol.operations import SESSION_OPCODES
-from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
+from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, kept_trees, name_of, statements_of, tree_of
 
 # Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
 ONLY_IN: dict[str, str | tuple[str, ...]] = {
@@ -98,9 +98,9 @@ NOT_PORTABLE = tuple(
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_trees() -> Iterator[None]:
-    """Every later garbage collection of this process would walk some million nodes."""
-    yield
-    for kept in (tree_of, imports_of, text_of, modules, names_in, class_files, members_of, prose_of):
+    with kept_trees():
+        yield
+    for kept in (text_of, modules, names_in, class_files, members_of, comments_of):
         kept.cache_clear()
 
 
@@ -371,17 +371,22 @@ def is_of_python(path: Path, named: str) -> bool:
     return False
 
 
+def prose_of(path: Path, naming: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """Yield a file's strings that are statements, and its comments if any may match `naming`, with their lines."""
+    for node in statements_of(tree_of(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    # To tell comments from strings takes longer than all else, so look first for a line that may end with such a one.
+    if any(naming.search(line.partition("#")[2]) for line in text_of(path).splitlines()):
+        yield from comments_of(path)
+
+
 @cache
-def prose_of(path: Path) -> tuple[tuple[int, str], ...]:
-    """The comments of a file, and its strings that are statements, with their lines."""
+def comments_of(path: Path) -> tuple[tuple[int, str], ...]:
+    """The comments of a file, with their lines."""
     with path.open("rb") as file:
-        tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
-    texts = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)]
-    told = [(node.lineno, node.value.value) for node in texts if isinstance(node.value, ast.Constant)]
-    return (
-        *((token.start[0], token.string) for token in tokens),
-        *((line, text) for line, text in told if isinstance(text, str)),
-    )
+        tokens = tokenize.tokenize(file.readline)
+        return tuple((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
 
 
 def test_the_files_that_a_text_names_exist() -> None:
@@ -390,7 +395,9 @@ def test_the_files_that_a_text_names_exist() -> None:
         # Most files name none, and to find the comments of Python takes long.
         if path.suffix not in {*NAMING, ".py"} or not NAMED_FILE.search(text := path.read_text(encoding="utf-8")):
             continue
-        lines: Iterable[tuple[int, str]] = prose_of(path) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
+        lines: Iterable[tuple[int, str]] = enumerate(text.splitlines(), 1)
+        if path.suffix == ".py":
+            lines = prose_of(path, NAMED_FILE)
         wrong += [f"{name_of(path)}:{line}: {name}" for line, text in lines for name in missing_files(path, text)]
     assert wrong == []
 
@@ -401,7 +408,7 @@ def test_what_docstrings_and_comments_name_exists() -> None:
         f"{name_of(path)}:{line}: {named}"
         for path in SOURCES + TESTS
         if NAMED_CODE.search(text_of(path))
-        for line, text in prose_of(path)
+        for line, text in prose_of(path, NAMED_CODE)
         for named in NAMED_CODE.findall(text)
         if named.partition(".")[0] not in NOT_OURS
         and named.rpartition(".")[2] not in MADE_FILES
