@@ -18,9 +18,9 @@ from helpers.daemon import python_environment
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
 
-from . import fleet_scale
+from . import fleet_leases, fleet_scale
 from .fleet_fail_over import GOAL_HORIZON_S, GOAL_S, fails_over, measure_fail_over
-from .fleet_leases import DAEMONS, LAUNCH_ROWS
+from .fleet_leases import LAUNCH_ROWS, TIMED_DAEMONS
 from .fleet_scale import QUICK, FleetPlan, main, plan_of, reaches_fleet_goals
 from .fleet_tables import fleet_tables
 
@@ -29,6 +29,7 @@ SOME = 3
 
 SECONDS = 0.2
 LAUNCHES = 200
+DAEMONS = (TIMED_DAEMONS - 1, TIMED_DAEMONS)
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.lab.fleet_scale", "--quick"]
 
@@ -121,6 +122,11 @@ def test_goals(horizon_s: int, changes: dict[str, Any], is_good: bool) -> None:
 def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(QUICK, beat_nodes=(10,), beats_for_s=1.0, load_s=SECONDS, faults=("leader",))
     monkeypatch.setattr(fleet_scale, "QUICK", small)
+    # Fewer processes. The fleet still grows, and its faults still have three members of etcd.
+    monkeypatch.setattr(fleet_leases, "DAEMONS", DAEMONS)
+    monkeypatch.setattr(fleet_leases, "MEMBERS", 1)
+    monkeypatch.setattr(fleet_scale, "MEMBERS", 1)
+    monkeypatch.setattr(fleet_scale, "USED", (0.9,))
     words = ["--quick", "--nodes", "10", "--leases", str(SOME), "--launches", str(LAUNCHES), "--json"]
     result = CliRunner().invoke(main, words, catch_exceptions=False)
     found = json.loads(result.stdout)
