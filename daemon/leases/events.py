@@ -1,15 +1,15 @@
 """Events that the lease table handles, and effects that it returns.
 
-The shell reports everything that happens as an event. Lease ids are u128; warm contexts and submits have ids above that
-range (`kind_of`). `worker_id` identifies a worker of any kind. `request` numbers one call of one client; no other open
-acquire may have the same number. The table ignores an event about a lease that is unknown or has ended.
+The broker (`broker.runtime`) reports everything that happens as an event. Lease ids are u128; warm contexts and submits
+have ids above that range (`kind_of`). `worker_id` identifies a worker of any kind. `request` numbers one call of one
+client; no other open acquire may have the same number. The table ignores an event about a lease that is unknown or has
+ended.
 
-The shell executes effects in the order given and decides nothing. All times are monotonic nanoseconds.
+The broker executes effects in the order given and decides nothing. All times are monotonic nanoseconds.
 
-Every acquire, renew, free, revoke, fence clear, drain, submit, region request, cancel and resize gets exactly one of
-`Granted`, `Renewed`, `FreeDone`, `RevokeDone`, `SlicesCleared`, `DrainSet`, `SubmitReady`, `RegionGranted`,
-`RegionCancelSet`, `Resized` or `RequestDenied`. An acquire, submit or region request gets none if its client has
-disconnected.
+Every request gets exactly one `Outcome`: `RequestDenied`, or that of its kind, such as `Granted` for an acquire. An
+acquire with a claim gets `Checked` first, and then the outcome of its second step (`AcquireStep`). An acquire, submit
+or region request gets none if its client has disconnected.
 
 A region's id is used like a lease's: renew, free and revoke accept it, and `Renewed`, `FreeDone`, `RevokeDone`,
 `LeaseEnded` and the timers carry it.
@@ -60,7 +60,7 @@ class AcquireRequested:
     """A tenant requests a lease.
 
     Attributes:
-        lease_id: Id chosen by the shell, nonzero and never used before.
+        lease_id: Id chosen by the broker, nonzero and never used before.
         terms: The requested terms; `orphan_ms` may be None, for the node's default.
         selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: Longest wait in the queue if no card has room; 0: no wait.
@@ -147,7 +147,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker could not start. The shell kills it in any case, so `WorkerExited` follows."""
+    """The worker could not start. The broker kills it in any case, so `WorkerExited` follows."""
 
     worker_id: int
     reason: str
@@ -460,7 +460,7 @@ class RegionRequested:
 
     Attributes:
         lease_id: The lease that is to contain the region.
-        region_id: Id chosen by the shell, nonzero and never used before by a lease or a region.
+        region_id: Id chosen by the broker, nonzero and never used before by a lease or a region.
         tenant: The tenant that asks.
         owner: The region's own tenant, who may renew and free it.
         granule_bytes: Region sizes in this session are multiples of it; 0 if the session can have no regions.
@@ -725,7 +725,7 @@ WorkerEvent = (
 """Events about one worker: of a lease, a warm context or a submit."""
 
 TimerEvent = TimerFired | WaitTimerFired | HoldTimerFired | ParkTimerFired | PoolTimerFired | DrainTimerFired
-"""Events that the shell sends because the table armed a timer for them."""
+"""Events that the broker posts because the table armed a timer for them."""
 
 Event = (
     AcquireRequested
@@ -788,7 +788,7 @@ Event = (
 )
 
 
-# --- effects: orders to the shell ---
+# --- effects: what the broker executes ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ class TransitionRecord(NamedTuple):
 
 
 class InvalidTransition(Exception):
-    """A step that is missing in the transitions, which is a bug in the core or in its shell.
+    """A step that is missing in the transitions, which is a bug in the lease table or in the broker.
 
     Attributes:
         lease_id: The lease or region.

@@ -7,7 +7,7 @@
    ended lease left (the lease does not end a second time), and to an additional worker of a lease (the lease continues
    without it).
 5. A drained node stays drained, with the same deadline. The first `DrainTimerFired` ends the remaining leases; the
-   shell sends it when everything is restored.
+   broker sends it when everything is restored.
 6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease. One
    that its lease can't have is killed like an unknown worker.
 7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and

@@ -426,7 +426,7 @@ class LeaseTable:
     # --- requests ---
 
     def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, effects: list[Effect]) -> None:
-        # Two open requests with one number would get two answers. That is a bug of the shell, so it is not a denial.
+        # Two open requests with one number would get two answers. That is a bug of the broker, so it is not a denial.
         if event.request in self._store.pending or self._store.queue.get(event.request) is not None:
             raise ValueError(f"Request {event.request} is still open; an acquire needs a number of its own.")
         self._admission.acquire(event, now_ns, effects)
