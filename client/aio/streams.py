@@ -85,7 +85,8 @@ class Stream(StreamHandle):
 async def fence(streams: Streams, stream: Stream | None = None) -> None:
     """Wait for the last work of a session, or of one stream, within the lease's remaining time. Raises its failure.
 
-    `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
+    A `with` block of a session or a stream ends with this; `GpuSession` describes when it waits. Raises TimedOut if the
+    time is over.
     """
     deadline = streams.operations.block_end_deadline()
     if deadline is None:

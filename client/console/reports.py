@@ -60,7 +60,7 @@ LEASE_PERHAPS: Final = {
 }
 CONNECTION: Final = dict.fromkeys(("number", "pid", "held_bytes"), NUMBER)
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
-"""Members that each report must have, and those (`_PERHAPS`) that may be missing or None."""
+"""Members that each report must have, and those (names in `_PERHAPS`) that may be missing or None."""
 
 
 def cards_of(inventory: Inventory) -> list[Report]:

@@ -13,7 +13,7 @@ GpuLeaseError
     │       └── WaitedTooLong   it was not admitted before its deadline
     ├── ModelUnavailable    the model is not on the card, and can't be brought there in time (`reason`, `retry_after_s`)
     ├── TextProcessesFailed the processes that read texts can't be started
-    ├── LibraryPanicked     a library in Rust stopped at a mistake of its own, in one call
+    ├── LibraryPanicked     a Rust library panicked in one call
     ├── RebindLimited       a tenant's region was rebuilt too often; retry in `retry_after_s` seconds
     ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
     └── EngineDecodeFailed  a step failed for all of the engine's sequences

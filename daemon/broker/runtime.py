@@ -452,14 +452,14 @@ class Runtime:
     def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
         self.recorder.warned(lease_id, left_ms, reason)
 
-    def _on_forward_revoked(self, region: LeaseSnapshot, message: ForwardRevokedReport, is_first_look: bool) -> None:
+    def _on_forward_revoked(self, region: LeaseSnapshot, message: ForwardRevokedReport, is_first_refusal: bool) -> None:
         status, seen_after_ns = Status(-message.status), message.seen_ns - message.flipped_ns
         told_after_ns = message.told_ns - message.flipped_ns if message.told_ns else None
         self.recorder.forward_revoked(
             region, status, message.kernel, message.site, message.position, seen_after_ns, told_after_ns
         )
         # Only the first launch that saw the word measures how long the word took to be seen.
-        if is_first_look:
+        if is_first_refusal:
             self.metrics.forward_revoked(status, seen_after_ns, told_after_ns)
         event = RegionEvent(
             lease_id=region.lease_id,

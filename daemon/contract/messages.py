@@ -617,7 +617,7 @@ class ForwardRevokedReport(Message):
     """A launch was refused because of a region that it named.
 
     Attributes:
-        status: The refusal's status, as the positive number.
+        status: The number of the refusal's status without its minus sign.
         kernel: The kernel's name; "" for a graph of several kernels.
         site: Number of the launch in its burst or graph.
         position: The region's position in the regions page, as the launch named it.

@@ -96,7 +96,8 @@ class CardSnapshot:
 
     Attributes:
         capacity_bytes: Total bytes that leases, warm contexts and fences may hold now.
-        free_bytes: Bytes that no lease holds and no fence keeps. Warm contexts give way, so theirs are included.
+        free_bytes: Bytes that no lease holds and no fence keeps. Those of warm contexts are included, because they end
+            if a lease needs their bytes.
         available_bytes: Largest slice a tenant could get now: the free bytes less one context's overhead, and 0 while
             one lease has the card to itself or the card is drained.
         warm_contexts: Contexts that wait for any lease.

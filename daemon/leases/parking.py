@@ -85,13 +85,13 @@ KEPT_SHARE: Final = 0.5
 tenant that parks its session all the time from keeping others waiting for room."""
 
 _LEAVES_SHARE: Final = (ParkCause.TENANT, ParkCause.IDLE)
-"""The causes of parks that leave KEPT_SHARE."""
+"""The causes of parks that may not use KEPT_SHARE."""
 
 
 class ParksTogether:
     """Parks that are to begin at the same time, and what they leave of the host's memory.
 
-    The sums are computed once, because a plan may have to look at every session of a card.
+    The sums are computed once, because a plan may have to consider every session of a card.
 
     Attributes:
         parks: Number of these parks.

@@ -58,7 +58,8 @@ LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
 set, it delays the others by at most this time, until the broker removes the word."""
 
 MAX_DEBT_NS: Final = NS_PER_S
-"""Maximum GPU time beyond its part that a tenant pays back. Longer kernels are the task of `max_kernel`."""
+"""Maximum GPU time beyond its part that a tenant pays back. The lease option `max_kernel_ms` bounds longer
+kernels."""
 
 MAX_CREDIT_NS: Final = 50 * NS_PER_MS
 """Maximum GPU time that a tenant can be owed, which bounds the length of its bursts."""

@@ -71,12 +71,12 @@ class RehearsalFailed(Exception):
 
 
 def rehearse(context: Context) -> None:
-    """Do each kind of operation, on a control page made for this, and release all.
+    """Execute each kind of operation, on a temporary control page, and release everything.
 
     Raises RehearsalFailed, DriverError.
     """
     broker_page = BrokerPage()
-    # Use a control page of its own, with a deadline that never comes.
+    # Its deadline never comes.
     page = WorkerPage(broker_page.fds)
     try:
         broker_page.set_deadline(_FAR_NS, 1)

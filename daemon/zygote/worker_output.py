@@ -82,10 +82,10 @@ class WorkerOutput:
     def on_readable(self, fd: int) -> None:
         """Read a pipe that has data or is at its end."""
         pipe = self._pipes[fd]
-        # Step 1: at most one buffer, so that a worker that prints much does not delay the zygote.
+        # Step 1: read at most one buffer, so that a worker that prints much does not delay the zygote.
         data = os.read(fd, _READ_BYTES)
         pipe.output_bytes += len(data)
-        # Step 2: complete lines, and a partial one that is too long or the last.
+        # Step 2: log the complete lines, and a partial one if it is too long or the last.
         *lines, pipe.partial = (pipe.partial + data).split(b"\n")
         if len(pipe.partial) > MAX_LINE_BYTES or (pipe.partial and not data):
             lines.append(pipe.partial)
@@ -93,7 +93,7 @@ class WorkerOutput:
         for line in lines:
             for at in range(0, len(line), MAX_LINE_BYTES):
                 self._log_line(pipe, line[at : at + MAX_LINE_BYTES])
-        # Step 3: the bound for the worker's life.
+        # Step 3: close the pipe at its end, or when the worker has printed as much as it may in its life.
         if pipe.output_bytes > MAX_OUTPUT_BYTES:
             self._log_line(pipe, f"(it has printed {MAX_OUTPUT_BYTES} bytes; the rest is lost)".encode())
         if pipe.output_bytes > MAX_OUTPUT_BYTES or not data:
@@ -102,7 +102,7 @@ class WorkerOutput:
             os.close(fd)
 
     def close(self) -> None:
-        """Close all pipes, in a worker just forked: they belong to others."""
+        """Close all pipes in a newly forked worker, because they belong to other workers."""
         for fd in self._pipes:
             os.close(fd)
         self._pipes.clear()

@@ -322,7 +322,7 @@ class ModelPool:
         self._apply(self.residency.release(ticket, self._clock()))
 
     def engine_reopened(self, model: str) -> None:
-        """Process that a model's decoder has opened another engine, which is on the card even if the old was parked."""
+        """Record that a model's decoder has opened another engine, on the card even if the old one was parked."""
         self._apply(self.residency.engine_reopened(model, self._clock()))
 
     # --- the operator ---

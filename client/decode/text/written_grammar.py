@@ -87,7 +87,7 @@ class Lexeme:
     Attributes:
         written: Its text.
         most: The number of its characters, with repetitions written out.
-        least: The same with the fewest repetitions: whatever it has begun with, it can end after that many.
+        least: The same with the fewest repetitions: from any beginning of it, its end is at most that far.
     """
 
     written: str
@@ -455,7 +455,7 @@ class _Grammar:
             raise GrammarRefused(f"the grammar: {quoted(min(endless))} has no text that ends")
 
     def _check_work(self) -> None:
-        """Refuse a grammar whose work the library's own limits would not bound."""
+        """Refuse a grammar that could take the library more work than its own limits allow."""
         most = dict.fromkeys(self._imports, float(COMMON_CHARACTERS))
         least = dict(most)
         for name in self._in_order(self._terminals):
@@ -468,8 +468,8 @@ class _Grammar:
                 "the grammar's terminals, with what they refer to and their repetitions written out, must have at most"
                 f" {MAX_EXPANDED_ITEMS:,} characters in all"
             )
-        # If a grammar has a longest text, no more than its length can have to follow. Rules that refer to themselves
-        # are not in `whole`: their texts have no longest one.
+        # If all texts of the grammar are short, any unfinished text can be finished within few characters. A rule that
+        # refers to itself has no longest text, and so no entry in `whole`.
         whole = dict(most)
         for name in self._in_order(self._parts):
             whole[name] = _size(self._parts[name], whole)
@@ -483,7 +483,10 @@ class _Grammar:
 
 
 def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> float:
-    """Return the characters of a part: of all that it is, or with `is_least` at most of what is left of one text."""
+    """Return the number of characters of a part, with its alternatives and repetitions written out.
+
+    With `is_least`, return only that of its longest alternative, with the fewest repetitions.
+    """
     match part:
         case Lexeme():
             return part.least if is_least else part.most

@@ -100,8 +100,8 @@ class Pacer:
     Args:
         page: The control page, with the account and the limits.
         context: The driver's context.
-        spin_ns: For how long native code may spin while work is held back. With 0 it never spins, also not for the end
-            of work.
+        spin_ns: For how long native code may spin while work is held back. With 0 it never spins, not even
+            while it waits for the end of work.
     """
 
     def __init__(self, page: WorkerPage, context: Context, spin_ns: int = 0) -> None:
