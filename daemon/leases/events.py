@@ -889,7 +889,7 @@ class SetDeadline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefuseWork:
-    """Flip the revocation word on the control page: the first effect of every teardown, once for each worker."""
+    """Set the revocation word on the control page: the first effect of every teardown, once for each worker."""
 
     worker_id: int
     cause: Cause

@@ -65,9 +65,8 @@ class WorkerUpgrades:
     def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, effects: list[Effect]) -> bool:
         """Set aside the worker that a session has left for its upgrade, or for a direct move.
 
-        Returns False if it left for another reason.
-
-        `held_bytes`: The bytes that the worker holds and that the charge of the lease leaves out now.
+        Returns False if it left for another reason. `held_bytes` are those that the worker holds and that the lease's
+        charge leaves out now.
         """
         if state.move is None or not (state.move.from_version or state.is_in_place):
             return False
@@ -77,7 +76,7 @@ class WorkerUpgrades:
     def take_back(self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> bool:
         """Return a cold session to its former worker, on that worker's card. Returns False if there is none.
 
-        `reason`: Why no other worker can continue it.
+        `reason` says why no other worker can continue the session.
         """
         held_id, state.held_id = state.held_id, 0
         if not held_id or (held := self._held.take_held(lease, held_id, effects)) is None:
