@@ -325,7 +325,7 @@ def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None
 
 
 def resize(lease: LeaseHandle, more_bytes: int | str, operation: str, sign: int) -> Procedure[None]:
-    """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
+    """Make a lease larger (sign 1) or smaller (sign -1). `GpuLease.grow` and `shrink` list the errors."""
     yield from lease.settle_clean_ups()
     # The caller passes the change of the size; the request has the new size.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{operation}: size")

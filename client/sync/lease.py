@@ -177,7 +177,8 @@ class GpuLease(LeaseView):
             ttl_secs: The region's lifetime in seconds, never beyond the lease's deadline; None for the time that the
                 lease was last granted.
 
-        Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
+        Raises CapacityExceeded or AllocFailed if the slice has no room, Denied if the lease has too many regions,
+        Busy if a submit has the lease's memory, Unsupported if the daemon has no regions.
         """
         clean_up = region_clean_up(self._state, tenant)
         return drive_with_clean_up(clean_up, open_region(clean_up, size, ttl_secs), Region)
@@ -192,7 +193,8 @@ class GpuLease(LeaseView):
         Args:
             size: The number of bytes to add, or a string such as "64MiB".
 
-        Raises CapacityExceeded if the card has no room.
+        Raises CapacityExceeded if the card has no room, Denied if a limit of the tenant is reached, Busy if the card
+        or the node is drained, or another change of the size or a submit is in progress.
         """
         drive(resize(self._state, size, "grow", 1))
 
@@ -202,7 +204,8 @@ class GpuLease(LeaseView):
         Args:
             size: The number of bytes to remove, or a string such as "64MiB".
 
-        Raises CapacityExceeded if the session uses them.
+        Raises CapacityExceeded if the session uses them, InvalidRequest if less than the smallest lease would be left,
+        Busy if another change of the size or a submit is in progress.
         """
         drive(resize(self._state, size, "shrink", -1))
 
@@ -215,8 +218,9 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises Unsupported if the lease is not parkable or the node keeps no memory for this, CapacityExceeded if the
-        host is full, Busy if a kernel runs for too long.
+        Raises Unsupported if the lease is not parkable or the node keeps no memory for this, CapacityExceeded if that
+        memory is used up, Denied if the tenant's part of it is, Busy if a kernel runs for too long, a submit is in
+        progress, the lease is being resized, a region is opening or ending, or too many sessions were parked just now.
         """
         return drive(self._state.park())
 
@@ -232,8 +236,9 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises InvalidRequest if the card is unknown or the lease is on it, Unsupported if something of the session
-        can't leave its process, CapacityExceeded if the card can't take the lease, Busy if it has no room in time.
+        Raises what `park` raises; also InvalidRequest if the card is unknown or the lease is on it, Unsupported if
+        something of the session can't leave its process, Denied if the tenant may not use the card, CapacityExceeded if
+        the card can't take the lease, Busy if the card is drained or has no room in time.
         """
         return drive(self._state.move(device))
 
