@@ -37,7 +37,9 @@ class GpuBuilder(LeaseRequest):
     def acquire(self) -> "AsyncOpening[GpuLease]":
         """Acquire the lease: use `await` or `async with`. Cancelling it withdraws the request.
 
-        Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
+        Raises CapacityExceeded if no card has room before the wait ends, Denied if a limit of the node or the tenant
+        forbids the lease, Busy if the tenant acquires too often or the name is taken, Drained if the node is drained,
+        Unsupported if the node has no fleet for a name or lacks a label, Disconnected if the daemon can't be reached.
         """
         return AsyncOpening(self._acquired())
 
@@ -62,7 +64,8 @@ class GpuLease(LeaseView):
     async def renew(self, seconds: float) -> None:
         """Move the deadline to at least `seconds` from now.
 
-        Raises LeaseExpired, Revoked or Fenced if the lease has ended.
+        Raises LeaseExpired, Revoked or Fenced if the lease has ended, Denied if `seconds` exceeds a limit of the node
+        or the tenant.
         """
         await self._run(self._state.renew(seconds))
 

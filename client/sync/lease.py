@@ -40,7 +40,9 @@ class GpuBuilder(LeaseRequest):
     def acquire(self) -> "GpuLease":
         """Acquire the lease.
 
-        Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
+        Raises CapacityExceeded if no card has room before the wait ends, Denied if a limit of the node or the tenant
+        forbids the lease, Busy if the tenant acquires too often or the name is taken, Drained if the node is drained,
+        Unsupported if the node has no fleet for a name or lacks a label, Disconnected if the daemon can't be reached.
         """
         clean_up, request = self._acquisition(None)
         return drive_with_clean_up(clean_up, request, GpuLease)
@@ -65,7 +67,8 @@ class GpuLease(LeaseView):
     def renew(self, seconds: float) -> None:
         """Move the deadline to at least `seconds` from now.
 
-        Raises LeaseExpired, Revoked or Fenced if the lease has ended.
+        Raises LeaseExpired, Revoked or Fenced if the lease has ended, Denied if `seconds` exceeds a limit of the node
+        or the tenant.
         """
         drive(self._state.renew(seconds))
 
