@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.console.exit_status import EXIT_FAILED, if_interrupted
 from gpulease.client.console.reports import REGION_MARK, Report, as_tree, cards_of, json_text, leases_of
 from gpulease.client.console.tables import MISSING, fitted, output_width, seconds_text, shown, size_text, wrapped_text
 from gpulease.client.sync.driver import ask
@@ -266,7 +266,9 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return
-    outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason)).outcome
+    note = f"The end of lease {lease_id} may have begun, and then goes on without this command: see gpulease leases."
+    with if_interrupted(lambda: note):
+        outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason)).outcome
     if as_json:
         click.echo(json.dumps({"lease_id": str(lease_id), "outcome": outcome_word(outcome)}))
     else:
@@ -286,7 +288,12 @@ def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
     The session's next operation brings it back. Waits until the card shows the bytes free, or, with --cold, until the
     session's process is being ended.
     """
-    parked = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, None)) if cold else ask(Opcode.LEASE_PARK, LeaseRef(lease_id))
+    note = f"The park of lease {lease_id} may have begun, and then ends without this command: see gpulease leases."
+    with if_interrupted(lambda: note):
+        if cold:
+            parked = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, None))
+        else:
+            parked = ask(Opcode.LEASE_PARK, LeaseRef(lease_id))
     if as_json:
         click.echo(json.dumps({"lease_id": str(lease_id), "moved_bytes": parked.moved_bytes}))
     else:

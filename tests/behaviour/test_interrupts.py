@@ -648,6 +648,8 @@ def two_cards() -> Iterator[Daemon]:
     [
         ("move", "{lease}", "--device", "1"),
         ("move", "--from", "0", "--json"),
+        ("park", "{lease}"),
+        ("park", "{lease}", "--cold", "--json"),
         ("drain", "--device", "0", "--move", "--within", "1h"),
         ("drain", "--within", "1h"),
     ],
@@ -670,19 +672,25 @@ def test_an_interrupted_command_reports_what_goes_on_without_it(
             assert run("drain", *device, "--cancel")[0] == 0
 
     with builder.acquire() as lease, GpuSession(lease) as session:
-        first, buffer = row(node.address, lease)["card_uuid"], session.mem_alloc(4)
+        first, buffer, parks = row(node.address, lease)["card_uuid"], session.mem_alloc(4), 0
         session.mem_write(buffer, 0, b"kept")
         interrupt = Interrupt(monkeypatch)
 
         def operation() -> None:
             results.append(run(*(word.format(lease=lease.lease_id_text) for word in words)))
 
+        def is_back() -> bool:
+            assert session.mem_read(buffer, 0, 4) == b"kept"
+            return bool(row(node.address, lease)["park"]["phase"] == "resident")
+
         for _ in interrupt.walk(operation):
             status, output = results[-1]
             assert status == 130, output
-            # A request of the session waits for the end of a move.
-            assert session.mem_read(buffer, 0, 4) == b"kept"
-            wait_until(lambda: row(node.address, lease)["park"]["phase"] == "resident", "no move is in progress")
+            # A request of the session waits for the end of a move. A park may begin only after the request.
+            wait_until(is_back, "no move or park is in progress")
+            if words[0] == "park":
+                parks, before = row(node.address, lease)["park"]["parks"], parks
+                assert parks == before or "may have begun" in output, output
             cards = node.inventory().details
             if any(card.get("drain_left_ms") or card.get("card_drain_left_ms") for card in cards):
                 assert "stays drained" in output or "may have received the request" in output, output
@@ -692,6 +700,27 @@ def test_an_interrupted_command_reports_what_goes_on_without_it(
                 lease.move("0")
         grant_again()
         assert any("gpulease: interrupted." in output or '"interrupted"' in output for _, output in results), results
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_revocation_reports_that_it_goes_on(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_status, "die_by_signal", lambda number: sys.exit(128 + number))
+    lease, ends = daemon.builder(SLICE_BYTES).acquire(), list[tuple[str, str]]()
+
+    def operation() -> None:
+        words = ("revoke", lease.lease_id_text)
+        result = CliRunner().invoke(main, words, env={ADDRESS_VARIABLE: daemon.address})
+        ends.append((lease.lease_id_text, result.output))
+
+    for _ in Interrupt(monkeypatch).walk(operation):
+        lease_id, output = ends[-1]
+        if daemon.query(int(lease_id, 16))["state"] != "active":
+            assert "may have begun" in output, output
+            daemon.wait_for_end(int(lease_id, 16))
+            lease = daemon.builder(SLICE_BYTES).acquire()
+    assert any("may have begun" in output for _, output in ends), ends
+    # The last revocation was not interrupted.
+    daemon.wait_for_end(lease.lease_id)
 
 
 # --- frees that nobody sends ---
