@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from gpulease.client import (
     GpuLease,
     GpuLeaseError,
     GpuSession,
+    GpuSessionFailed,
     RegionFenced,
     RegionRevoked,
     Unsupported,
@@ -123,12 +124,19 @@ def parkable(node: LastingDaemon, size: int) -> GpuLease:
 class ParkingNode:
     """A node with parking, for one test after another. Its workers stop at the step that a test names."""
 
-    def __init__(self, folder: Path, *, timeout_s: int = 30, within: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        timeout_s: int = 30,
+        within: Sequence[str] = (),
+        constants: Mapping[str, Any] | None = None,
+    ) -> None:
         self.audit, self._step = folder / "audit", folder / "step"
         self._step.write_text("")
         config = CONFIG.format(audit=self.audit, timeout_s=timeout_s)
         self.lasting = LastingDaemon(vram=("200MiB",), config=config, within=within)
-        self._faults = Faults(stops_workers_at=self._step)
+        self._faults = Faults(dict(constants or {}), stops_workers_at=self._step)
         self.lasting.start(self._faults)
         # The next test uses the broker that this one has restarted.
         SHARED_FOLDERS.add(self.lasting.folder)
@@ -369,6 +377,34 @@ def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on
         scene.session.close()
         scene.lease.free()
         scene.check_gone()
+
+
+HANGING = ("returning", "copying back", "returned", "arriving", "adopting", "adopted")
+"""Steps of a return, warm or cold, at which no timer of the lease table runs."""
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParkingNode]:
+    """A node that misses a worker's sign of life soon."""
+    constants = {
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 4.0,
+        "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
+    }
+    with own_node(tmp_path_factory.mktemp("impatient"), constants=constants) as node:
+        yield node
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", HANGING)
+def test_a_worker_that_hangs_during_a_return_ends_its_lease(step: str, impatient: ParkingNode) -> None:
+    """The wait for a return is bounded by the sign of life that each worker must show."""
+    is_cold = step in ARRIVE_STEPS and step not in RETURN_STEPS
+    with impatient.parked("" if is_cold else step) as scene:
+        doing = on_the_way(impatient, scene, step) if is_cold else until_stopped(scene, step)
+        doing.join(60)
+        assert isinstance(doing.error, GpuSessionFailed), doing.error
+        scene.check_gone()
+        assert scene.row()["cause"] == "unresponsive"
 
 
 def test_a_host_that_refuses_memory_refuses_the_park_and_says_so(tmp_path: Path) -> None:
