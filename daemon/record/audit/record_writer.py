@@ -112,10 +112,7 @@ class RecordQueue(CommitQueue[Draft]):
             if len(self._items) >= (MAX_QUEUED_MINOR if item.kind.is_minor else MAX_QUEUED):
                 self._drop(item)
                 return 0
-            self._items.append(item)
-            self.accepted += 1
-            if len(self._items) == 1:
-                self._changed.notify()
+            self._append(item)
             return self.accepted
 
     def _on_taken(self, taken: list[Draft]) -> None:

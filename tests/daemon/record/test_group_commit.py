@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -67,6 +68,70 @@ def test_items_that_gather_during_a_commit_are_the_next_groups(target: Target) -
     assert [number for group in target.groups for number in group] == list(range(9))
     assert max(map(len, target.groups)) <= 4
     assert (committer.durable, committer.accepted, target.events) == (9, 9, ["closed"])
+
+
+def let_committer_run() -> None:
+    """Block the loop for a while, in which the committer's thread could take items."""
+    time.sleep(0.02)
+
+
+def test_items_of_one_turn_of_the_loop_are_one_group(target: Target) -> None:
+    async def put_all() -> None:
+        committer.start(lambda: None)
+        for number in range(3):
+            committer.put(number)
+            let_committer_run()
+
+    committer = GroupCommitter(target)
+    asyncio.run(put_all())
+    assert committer.stop()
+    assert target.groups == [[0, 1, 2]]
+
+
+def test_an_item_after_a_single_one_is_committed_at_once(target: Target) -> None:
+    async def put_one_by_one() -> None:
+        committer.start(lambda: None)
+        committer.put(0)
+        await asyncio.to_thread(wait_until, lambda: committer.durable == 1, "it is committed")
+        committer.put(1)
+        # Wait in the loop's thread, so that this turn does not end before.
+        wait_until(lambda: committer.durable == 2, "it is committed")
+
+    committer = GroupCommitter(target)
+    asyncio.run(put_one_by_one())
+    assert committer.stop()
+    assert target.groups == [[0], [1]]
+
+
+def test_a_busy_loop_gathers_until_a_turn_without_items(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def put_in_turns() -> None:
+        committer.start(lambda: None)
+        committer.put(0)
+        for number in range(1, 4):
+            committer.put(number)
+            await asyncio.sleep(0)
+            let_committer_run()
+        assert committer.durable == 0
+        await asyncio.to_thread(wait_until, lambda: committer.durable == 4, "they are committed")
+
+    monkeypatch.setattr(group_commit, "GATHER_LIMIT_S", 600.0)
+    committer = GroupCommitter(target)
+    asyncio.run(put_in_turns())
+    assert committer.stop()
+    assert target.groups == [[0, 1, 2, 3]]
+
+
+def test_a_loop_that_stays_busy_gathers_for_a_bounded_time(target: Target) -> None:
+    async def put_forever() -> None:
+        committer.start(lambda: None)
+        while not committer.durable:
+            committer.put(0)
+            committer.put(0)
+            await asyncio.sleep(0)
+
+    committer = GroupCommitter(target)
+    asyncio.run(put_forever())
+    assert committer.stop()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError("a bug")])
