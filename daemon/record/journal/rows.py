@@ -74,7 +74,6 @@ _LATER_OF_LEASE: Final = {name: before for name, before in _LATER_MEMBERS.items(
 """The later members of a lease's row, in their order."""
 
 _later_values = attrgetter(*(f"terms.{name}" if name in _TERMS else name for name in _LATER_OF_LEASE))
-_BEFORE: Final = tuple(_LATER_OF_LEASE.values())
 
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
@@ -218,8 +217,6 @@ def _lease(row: LeaseRow) -> bytes:
     # The members that every version of a row has come first; later ones follow only where they differ from their
     # defaults.
     terms = row.terms
-    values = _later_values(row)
-    later = "" if values == _BEFORE else "".join(map(_later, _LATER_OF_LEASE, values))
     return (
         f'{{"lease_id":{row.lease_id},"tenant":{_text(row.tenant)},"card_uuid":{_text(row.card_uuid)},'
         f'"size_bytes":{terms.size_bytes},"charge_bytes":{row.charge_bytes},"exclusivity":{terms.exclusivity:d},'
@@ -227,8 +224,14 @@ def _lease(row: LeaseRow) -> bytes:
         f'"reason":{_text(row.reason)},"fault":{_text(row.fault)},"created_ns":{row.created_ns},'
         f'"deadline_ns":{_number(row.deadline_ns)},"ended_ns":{_number(row.ended_ns)},"ttl_ms":{terms.ttl_ms},'
         f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{row.worker_pid}'
-        f"{later}}}"
+        f"{_later_members(_later_values(row))}}}"
     ).encode()
+
+
+@lru_cache(maxsize=KEPT_TEXTS)
+def _later_members(values: tuple[Any, ...]) -> str:
+    """Encode the later members of a lease's row. Most are options, which the leases of a program have in common."""
+    return "".join(map(_later, _LATER_OF_LEASE, values))
 
 
 def _tombstone(lease: LeaseSnapshot) -> bytes:
