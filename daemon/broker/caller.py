@@ -20,6 +20,10 @@ _READ_ONLY: Final = having(Trait.READ_ONLY)
 _OPERATORS: Final = having(Trait.OPERATORS)
 
 
+Step = Callable[[], bool]
+"""Does a part of a request's work, of about a millisecond. Returns whether the work is complete."""
+
+
 class ClientConnection(Protocol):
     """The part of a control connection that the handlers of its requests use. ATTACH and GPU_SUBMIT hand it over."""
 
@@ -48,6 +52,12 @@ class ClientConnection(Protocol):
 
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
         """Pass the socket to another process; see `ControlConnection.hand_over`."""
+
+    def serve_in_steps(self, step: Step) -> None:
+        """Call `step` in each of the connection's turns until it returns True, or the connection is closed.
+
+        Further requests of the peer are served after that.
+        """
 
     def serve_next(self) -> None:
         """Serve the requests that the peer sent after an ATTACH or GPU_SUBMIT that was refused."""

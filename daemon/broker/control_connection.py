@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Final, cast
 
+from gpulease.daemon.broker.caller import Step
 from gpulease.daemon.broker.connection_limiter import ConnectionLimiter
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.peer import Peer, identify
@@ -114,6 +115,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._deadlines = Deadlines()
         self._is_peer_slow = False
         self._is_queued = False
+        # The next step of a request that is served in steps.
+        self._step: Step | None = None
 
     # --- asyncio.BufferedProtocol ---
 
@@ -153,6 +156,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Release everything that the connection held."""
         self._transport = None
+        self._step = None
         self._deadlines.stop_all()
         if self._dispatcher is not None:
             self._dispatcher.close()
@@ -238,6 +242,10 @@ class ControlConnection(asyncio.BufferedProtocol):
         """Continue with the requests after an ATTACH or GPU_SUBMIT that did not take the connection."""
         self._serve_requests()
 
+    def serve_in_steps(self, step: Step) -> None:
+        """Serve a request in steps, one in each of the connection's turns; see `ClientConnection`."""
+        self._step = step
+
     def _enqueue(self) -> None:
         if self._is_queued:
             return
@@ -255,6 +263,11 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _serve_requests(self) -> None:
         # Serve a bounded number of requests, then go to the back of the queue.
         for _ in range(REQUESTS_PER_QUANTUM):
+            # A request with further steps is served to its end first: so a peer can have only one in progress.
+            if self._step is not None:
+                if not self._step():
+                    break
+                self._step = None
             # The rest of the bytes belongs to the worker that takes over the connection.
             if self._connection.state is State.ATTACHING:
                 self._stop_reading_behind_attach()

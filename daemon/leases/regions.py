@@ -84,6 +84,18 @@ class RegionViews:
         regions = self._store.regions
         return tuple(number for number, region in regions.items() if region.state is not RegionState.RETURNED)
 
+    def lease_ids_of(self, tenant: str | None) -> tuple[int, ...]:
+        """Return the ids of a tenant's live leases, and of those that contain its regions; None: of all live leases."""
+        live = self._store.live
+        if tenant is None:
+            return tuple(live)
+        return tuple(
+            lease.lease_id
+            for lease in live.values()
+            if lease.tenant == tenant
+            or (lease.regions and any(region.tenant == tenant for region in lease.regions.values()))
+        )
+
     def of(self, lease_id: int) -> tuple[LeaseSnapshot, ...]:
         """Return the regions of a live lease that are not returned, by slot."""
         lease = self._store.live.get(lease_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
+from gpulease.daemon.broker.caller import Step
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import Runtime
@@ -137,6 +138,9 @@ class Caller:
 
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
         return False
+
+    def serve_in_steps(self, step: Step) -> None:
+        raise NotImplementedError
 
     def serve_next(self) -> None:
         """Do nothing, because no request waits here."""

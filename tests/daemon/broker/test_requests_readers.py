@@ -10,6 +10,7 @@ from fuzz.control import REQUESTS, Build
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
+from gpulease.daemon.broker.caller import Step
 from gpulease.daemon.broker.handlers.attach_requests import AttachHandler
 from gpulease.daemon.broker.handlers.requests import HANDLERS, RequestDispatcher
 from gpulease.daemon.broker.peer import Peer as ControlPeer
@@ -45,6 +46,9 @@ class Reader:
         raise NotImplementedError
 
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
+        raise NotImplementedError
+
+    def serve_in_steps(self, step: Step) -> None:
         raise NotImplementedError
 
     def serve_next(self) -> None:
