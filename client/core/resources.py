@@ -13,6 +13,7 @@ from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, Module, Variable
 from gpulease.client.texts import bounded
 from gpulease.protocol import Opcode
+from gpulease.protocol.address import Address
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
@@ -25,6 +26,17 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 MAX_UNSETTLED: Final = 256
 """Maximum number of frees and reuses that no reply has acknowledged. At this number an allocation asks the worker,
 whose reply acknowledges them."""
+
+MAX_TYPED_IMAGES: Final = 64
+MAX_TYPED_IMAGE_BYTES: Final = 64 << 10
+"""Maximum number of images for which a process remembers the kernels' parameter types, and the largest of them. A
+program that opens a session for each request loads the same few images each time."""
+
+_TypesKey = tuple[Address, bytes, tuple[str, ...]]
+
+_known_types: dict[_TypesKey, tuple[bytes, ...]] = {}
+"""The replies to MODULE_PARAMETERS, by the daemon's address, the image, and the names of its kernels in the module's
+order. The types depend only on the image's text."""
 
 
 class ModuleBase(Module):
@@ -155,9 +167,17 @@ class Resources:
         # A worker that serves MODULE_PARAMETERS reports the kernels' parameter types. Launches use them to check ints
         # and floats.
         if Opcode.MODULE_PARAMETERS in attachment.served:
-            parameters = HANDLE.pack(module.handle)
-            answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, operation="module_load")
-            module.set_parameter_types(answer.types)
+            key = attachment.lease.address, code, tuple(module.kernels)
+            # Do not even hash a large image, which would take longer than the round trip.
+            is_small = len(code) <= MAX_TYPED_IMAGE_BYTES
+            types = _known_types.get(key) if is_small else None
+            if types is None:
+                parameters = HANDLE.pack(module.handle)
+                answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, operation="module_load")
+                types = answer.types
+                if is_small:
+                    _remember_types(key, types)
+            module.set_parameter_types(types)
         return module
 
     def variable(self, module: Module, name: str) -> Procedure[Variable]:
@@ -192,3 +212,10 @@ class Resources:
 def _after(remaining: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
     yield from remaining
     return buffer
+
+
+def _remember_types(key: _TypesKey, types: tuple[bytes, ...]) -> None:
+    # Begin again when there are too many, so that a program that loads ever new images keeps few of them.
+    if len(_known_types) >= MAX_TYPED_IMAGES:
+        _known_types.clear()
+    _known_types[key] = types

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpulease.client import (
@@ -20,6 +21,7 @@ from gpulease.client import (
     GpuSession,
     InvalidHandle,
     InvalidRequest,
+    LaunchFailed,
     Permission,
     aio,
 )
@@ -167,6 +169,24 @@ def test_programs_hand_a_buffer_on_by_name(daemon: Daemon) -> None:
                     fourth.keep(other, name)
             with pytest.raises(InvalidHandle):
                 fourth.keep(again, "freed")
+
+
+def test_a_later_session_does_not_ask_for_the_parameter_types_again(daemon: Daemon) -> None:
+    image = TRANSFORM + b"// an image that no other test loads\n"
+
+    def operations_of_load(lease: GpuLease) -> int:
+        with GpuSession(lease) as session:
+            session.sync()
+            before = lease.query()["operations"]
+            module = session.module_load(image)
+            used = lease.query()["operations"] - before
+            # The types are known: the first argument is a pointer.
+            with pytest.raises(LaunchFailed):
+                session.launch(module, "scale", [1], [1], [np.float32(1.5), 1, 2.0])
+            return used
+
+    with lease_of(daemon) as lease:
+        assert [operations_of_load(lease) for _ in range(3)] == [2, 1, 1]
 
 
 def test_the_asyncio_face(daemon: Daemon) -> None:
