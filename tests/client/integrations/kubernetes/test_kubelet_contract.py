@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import CardDrain, Drain, Empty, FenceClear, LeaseRef
 from helpers.containers import merged
-from helpers.daemon import Daemon, Faults, python_environment
+from helpers.daemon import Daemon, Faults, python_environment, running
 from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
 from helpers.kubernetes_api import MANIFESTS, cluster_rules
 from helpers.processes import stop_process
@@ -58,10 +58,30 @@ def shared_node() -> Iterator[Node]:
         daemon.stop()
 
 
+@pytest.fixture(scope="module")
+def lent_daemon() -> Iterator[Daemon]:
+    """A daemon for the nodes of single tests, one after the other."""
+    with running(Daemon(vram=["64MiB"], config=OPEN_SOCKET)) as daemon:
+        yield daemon
+
+
+@contextmanager
+def node_of_a_test(daemon: Daemon, *options: str, **more: Any) -> Iterator[Node]:
+    """A node with a driver of its own on a lent daemon, which is free again afterwards."""
+    try:
+        with Node(daemon, *options, **more) as node:
+            yield node
+    finally:
+        for lease in daemon.leases():
+            daemon.revoke(int(lease["lease_id"], 16))
+        wait_until(lambda: not daemon.leases() and daemon.available_bytes() == CARD_BYTES, "the card is free")
+        shutil.rmtree(daemon.folder / "k")
+
+
 @pytest.fixture
-def own_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
-    """A node of this test alone, which may restart the node's driver."""
-    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET)) as node:
+def own_node(lent_daemon: Daemon) -> Iterator[Node]:
+    """A node of this test alone, which may restart the node's driver, but not its daemon."""
+    with node_of_a_test(lent_daemon) as node:
         yield node
 
 
@@ -594,25 +614,26 @@ def test_a_claim_whose_lease_is_over_gets_another_one(node: Node) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_claim_of_another_boot_is_prepared_anew(own_node: Node, start_daemon: Callable[..., Daemon]) -> None:
-    claim = claim_of(own_node, None)
-    assert isinstance(own_node.kubelet.prepare(claim), list)
-    (early,) = own_node.lease_ids(claim)
-    own_node.stop(kill=True)
-    own_node.daemon.kill()
-    own_node.daemon.check_nothing_is_left()
-    # What a boot leaves: the disk. Specifications lie in memory on many hosts.
-    shutil.rmtree(own_node.cdi)
-    record = own_node.state / "claims" / f"{claim.uid}.json"
-    of_boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert of_boot in record.read_text()
-    record.write_text(record.read_text().replace(of_boot, str(uuid.uuid4())))
-    own_node.daemon = start_daemon(vram=["64MiB"], config=OPEN_SOCKET, folder=own_node.daemon.folder)
-    own_node.start()
-    assert isinstance(own_node.kubelet.prepare(claim), list)
-    assert own_node.lease_ids(claim) != [early]
-    assert run_pod(own_node, claim) == "from a pod\n"
-    assert own_node.kubelet.unprepare(claim) == ""
+def test_a_claim_of_another_boot_is_prepared_anew(start_daemon: Callable[..., Daemon]) -> None:
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET)) as node:
+        claim = claim_of(node, None)
+        assert isinstance(node.kubelet.prepare(claim), list)
+        (early,) = node.lease_ids(claim)
+        node.stop(kill=True)
+        node.daemon.kill()
+        node.daemon.check_nothing_is_left()
+        # What a boot leaves: the disk. Specifications lie in memory on many hosts.
+        shutil.rmtree(node.cdi)
+        record = node.state / "claims" / f"{claim.uid}.json"
+        of_boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert of_boot in record.read_text()
+        record.write_text(record.read_text().replace(of_boot, str(uuid.uuid4())))
+        node.daemon = start_daemon(vram=["64MiB"], config=OPEN_SOCKET, folder=node.daemon.folder)
+        node.start()
+        assert isinstance(node.kubelet.prepare(claim), list)
+        assert node.lease_ids(claim) != [early]
+        assert run_pod(node, claim) == "from a pod\n"
+        assert node.kubelet.unprepare(claim) == ""
 
 
 def test_a_lease_of_another_boot_that_lives_is_ended_first(node: Node) -> None:
@@ -707,9 +728,9 @@ def test_a_container_in_a_crash_loop_finds_its_memory_free_at_each_start(node: N
         assert done.stdout == "allocated\n", done.stderr
 
 
-def test_a_claim_s_lease_is_renewed_while_it_is_prepared(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_claim_s_lease_is_renewed_while_it_is_prepared(lent_daemon: Daemon) -> None:
     seconds = 10
-    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", str(seconds)) as node:
+    with node_of_a_test(lent_daemon, "--lease-secs", str(seconds)) as node:
         claim = claim_of(node)
         node.kubelet.prepare(claim)
         (lease_id,) = node.lease_ids(claim)
@@ -722,9 +743,9 @@ def test_a_claim_s_lease_is_renewed_while_it_is_prepared(start_daemon: Callable[
 
 
 @pytest.mark.exhaustive
-def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(start_daemon: Callable[..., Daemon]) -> None:
+def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(lent_daemon: Daemon) -> None:
     """Its pod runs elsewhere; the kubelet of this node is cut off, and ends nothing."""
-    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as node:
+    with node_of_a_test(lent_daemon, "--lease-secs", "10") as node:
         gone, remains = claim_of(node, name="gone"), claim_of(node, name="remains")
         for claim in (gone, remains):
             assert isinstance(node.kubelet.prepare(claim), list)
@@ -740,9 +761,11 @@ def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(start_daemon: Callable
 
 
 @pytest.mark.exhaustive
-def test_a_pod_of_a_lost_node_gets_another_lease_elsewhere(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_a_pod_of_a_lost_node_gets_another_lease_elsewhere(
+    lent_daemon: Daemon, start_daemon: Callable[..., Daemon]
+) -> None:
     with (
-        Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as lost,
+        node_of_a_test(lent_daemon, "--lease-secs", "10") as lost,
         Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), name="node-b") as other,
     ):
         before = claim_of(lost, None)
@@ -837,8 +860,8 @@ def test_a_claim_s_status_has_the_lease_of_each_device(node: Node) -> None:
     assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "LeaseActive")
 
 
-def test_a_status_says_that_a_lease_was_revoked(start_daemon: Callable[..., Daemon]) -> None:
-    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as node:
+def test_a_status_says_that_a_lease_was_revoked(lent_daemon: Daemon) -> None:
+    with node_of_a_test(lent_daemon, "--lease-secs", "10") as node:
         claim = claim_of(node)
         node.kubelet.prepare(claim)
         (lease_id,) = node.lease_ids(claim)
@@ -925,10 +948,10 @@ def confined(folder: Path) -> list[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be confined like a container")
-def test_the_driver_needs_no_more_than_its_container_has(start_daemon: Callable[..., Daemon]) -> None:
+def test_the_driver_needs_no_more_than_its_container_has(lent_daemon: Daemon) -> None:
     if subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
         pytest.skip("this host permits no mount namespaces")
-    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), confined=confined) as node:
+    with node_of_a_test(lent_daemon, confined=confined) as node:
         claim = claim_of(node)
         assert run_pod(node, claim) == "from a pod\n"
         capabilities = Path(f"/proc/{node.process.pid}/status").read_text()
