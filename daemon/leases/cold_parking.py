@@ -62,8 +62,9 @@ from gpulease.protocol.time_units import NS_PER_S
 MAX_MISFITS: Final = 4
 """Maximum number of workers that fail to adopt a cold session in one return.
 
-A few are tried because the CUDA driver's addresses differ between workers now and then (observed on H200, driver 580).
-The limit ends the attempts for a session that fits no worker at all, for example after an update of the driver.
+A few are tried because CUDA does not promise equal addresses. They differed now and then (H200, driver 580) until all
+threads of a worker had one malloc arena (host/malloc_arenas.py). The limit ends the attempts for a session that fits no
+worker at all, for example after an update of the driver.
 """
 
 MAX_HELD_MISFITS: Final = 2

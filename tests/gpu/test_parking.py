@@ -32,6 +32,7 @@ from gpulease.client import (
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseMove, MovedSession
+from helpers.arenas import arenas_of
 from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.lasting import LastingDaemon
@@ -256,6 +257,13 @@ def test_a_session_leaves_its_worker_and_returns_in_another(node: Daemon, cards:
         check_everything(session, [leave_now] * 3)
         pids.append(node.worker_pid(lease.lease_id))
         assert pids[0] != pids[1]
+
+
+def test_the_drivers_threads_have_no_malloc_arena(node: Daemon) -> None:
+    """An arena is reserved when a thread first allocates, and the addresses of modules would depend on the moment."""
+    with lease_of(node, 64 * MIB) as lease, GpuSession(lease) as session:
+        session.module_load(POINTERS)
+        assert not arenas_of(node.worker_pid(lease.lease_id))
 
 
 def test_a_session_moves_between_cards(cards: Cards) -> None:

@@ -13,6 +13,7 @@ from gpulease.daemon.drivers.cuda.context import CudaContext
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_code import launching_code
 from gpulease.daemon.drivers.interface import Context, DriverError, Opening
+from gpulease.daemon.host.malloc_arenas import use_one_arena
 from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
@@ -119,6 +120,9 @@ class CudaDriver:
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
         if not os.environ.get(CACHE_VARIABLE):
             os.environ["CUDA_CACHE_DISABLE"] = "1"
+        # A thread of the driver's that got an arena while the context is made would race with the driver's reservations
+        # for modules: then variables have other addresses in some processes than in others (driver 580).
+        use_one_arena()
         return CudaContext.open(has_chains=self._has_chains)
 
     def rewind(self, context: Context) -> Opening:
