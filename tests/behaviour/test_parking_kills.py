@@ -304,15 +304,21 @@ def on_the_way(node: ParkingNode, scene: Parked, step: str) -> InBackground:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [*LEAVE_STEPS, *ARRIVE_STEPS])
-@pytest.mark.parametrize("whom", ["worker", "broker", "both"])
+@pytest.mark.parametrize("whom", ["worker", "broker", "both", "zygote", "zygote and broker"])
 def test_a_kill_on_the_way_to_another_worker(whom: str, step: str, node: ParkingNode) -> None:
-    with node.parked(step if step in LEAVE_STEPS else "") as scene:
+    loses_zygote = whom.startswith("zygote")
+    with node.parked(step if step in LEAVE_STEPS else "", loses_zygote=loses_zygote) as scene:
         doing = on_the_way(node, scene, step)
-        if whom != "broker":
+        if loses_zygote:
+            node.kill_zygote()
+            # A worker dies with its zygote, here before it goes on.
+            wait_until(lambda: not Path(f"/proc/{scene.pid}").exists(), "the worker has ended")
+        if whom in ("worker", "both"):
             os.kill(scene.pid, signal.SIGKILL)
-        if whom != "worker":
+        if whom in ("broker", "both", "zygote and broker"):
             node.restart()
-        scene.go_on()
+        with suppress(ProcessLookupError):
+            scene.go_on()
         doing.join(60)
         assert not doing.is_alive()
         # If the session has not left its worker, it continues there. Its image was only in the killed broker.
