@@ -7,12 +7,14 @@ start. Until then Python itself prints a traceback.
 import signal
 import sys
 
+from gpulease.imports import begin_imports, end_imports
 from gpulease.interrupts import interrupt_ends_it
 
 
 def gpulease() -> None:
     """Run the command `gpulease`."""
     interrupt_ends_it()
+    begin_imports()
     from gpulease.client.cli.__main__ import PROGRAM, main
 
     main(prog_name=PROGRAM)
@@ -25,6 +27,7 @@ run = gpulease
 def gpuleased() -> None:
     """Run the daemon."""
     interrupt_ends_it()
+    begin_imports()
     from gpulease.daemon.__main__ import main
 
     main(prog_name="gpuleased")
@@ -33,16 +36,20 @@ def gpuleased() -> None:
 def gpulease_dra() -> None:
     """Run the driver for Kubernetes."""
     interrupt_ends_it()
+    begin_imports()
     from gpulease.client.integrations.kubernetes.__main__ import main
 
+    end_imports()
     main(prog_name="gpulease-dra")
 
 
 def gpulease_slurm() -> None:
     """Run the commands for Slurm."""
     interrupt_ends_it()
+    begin_imports()
     from gpulease.client.integrations.slurm.__main__ import main
 
+    end_imports()
     main(prog_name="gpulease-slurm")
 
 
@@ -52,12 +59,14 @@ def module_of_daemon() -> None:
     The process ends as every command does.
     """
     interrupt_ends_it()
+    begin_imports()
     # Let a closed pipe end the process silently, as it ends most programs.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 
     from gpulease.client.console.exit_status import failures_as_sentences, needing
 
+    end_imports()
     # The daemon is installed with the client, but the packages that it needs may not be.
     with failures_as_sentences(), needing(sys.argv.pop(1)):
         run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

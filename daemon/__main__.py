@@ -1,13 +1,17 @@
 """`gpuleased`: the daemon in the foreground."""
 
 import asyncio
-import gc
 import os
 import signal
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
 
 import click
 
@@ -16,6 +20,7 @@ from gpulease.daemon.host.processes import NoThread
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, log_event
+from gpulease.imports import end_imports
 from gpulease.interrupts import interrupt_unwinds
 from gpulease.protocol.did_you_mean import did_you_mean
 
@@ -104,8 +109,6 @@ def main(
 
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
-    # Modules are never garbage. Walking them in each collection takes a tenth of the start.
-    gc.disable()
     try:
         from gpulease.daemon.broker.service import loop_factory
         from gpulease.daemon.config.settings import load_config
@@ -114,9 +117,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         if error.name is None or error.name.partition(".")[0] == "gpulease":
             raise  # A fault of ours.
         return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", os.EX_CONFIG)
-    # What is imported stays: no collection walks it.
-    gc.freeze()
-    gc.enable()
+    end_imports()
     # From here on there is something to undo: an interrupt must run the clean-up below.
     interrupt_unwinds()
     supervised = Supervised.without_manager()

@@ -15,7 +15,7 @@ from gpulease import client
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("client", "daemon", "protocol")
-FILES = ("__init__.py", "entry_points.py", "interrupts.py", "py.typed")
+FILES = ("__init__.py", "entry_points.py", "imports.py", "interrupts.py", "py.typed")
 LINKS = ROOT / ".dev" / "gpulease"
 
 

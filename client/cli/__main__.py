@@ -4,11 +4,17 @@ import sys
 from importlib import import_module
 from typing import Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 import click
 from click.shell_completion import CompletionItem
 
 import gpulease
 from gpulease.client.console.command_group import CommandGroup
+from gpulease.imports import end_imports
 from gpulease.interrupts import interrupt_ends_it, interrupt_unwinds
 
 PROGRAM: Final = "gpulease"
@@ -69,6 +75,7 @@ class _Commands(CommandGroup):
         # Import only the module that is needed, because importing all takes longer than most commands run.
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(import_module(f"gpulease.client.cli.{module}"), name)
+        end_imports()
         interrupt_unwinds()
         return command
 

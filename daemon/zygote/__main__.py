@@ -8,7 +8,6 @@ Without a listener the zygote dies with its broker. With one it outlives the bro
 leases (see `worker_table`), and passes them to the next broker that connects.
 """
 
-import gc
 import os
 import select
 import signal
@@ -19,8 +18,9 @@ from contextlib import suppress
 from typing import Any, Final, NoReturn, assert_never
 
 if __name__ == "__main__":
-    # Imports leave next to no garbage, and walking the modules to find it takes an eighth of the start.
-    gc.disable()
+    from gpulease.imports import begin_imports
+
+    begin_imports()
 
 from gpulease.daemon.contract.control_page import PageFds, for_worker
 from gpulease.daemon.contract.message_fields import Message, parse_message
@@ -62,6 +62,7 @@ from gpulease.daemon.session.native.pacing import session_code
 from gpulease.daemon.zygote.driver_registry import driver_named
 from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
 from gpulease.daemon.zygote.worker_table import WorkerTable
+from gpulease.imports import end_imports
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
@@ -128,8 +129,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
     # Without a listener no other broker ever compares the build.
     build = own_build() if listener is not None else ""
     # Every worker shares the objects alive now: the collector must not touch their pages, which would copy them.
-    gc.freeze()
-    gc.enable()
+    end_imports()
     introduction = ZygoteIntroduction(
         version=VERSION,
         build=build,

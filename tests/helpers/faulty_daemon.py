@@ -26,6 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpulease.imports import begin_imports
+
+if __name__ == "__main__":
+    begin_imports()
+
 from gpulease.daemon.__main__ import main
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
