@@ -101,9 +101,29 @@ def added(parts, splits, stride, offsets, mask):
 
 
 @triton.jit
+def quotient(a, b):
+    """Return a / b rounded to nearest, as `div_rn` does, for a gate a and its denominator b, which is from 1 to 2^126.
+
+    The driver compiles `div_rn` to a call, and in a function with calls it runs wgmma instructions one by one. For all
+    2^32 gates, of SiLU and GELU, the results were compared with those of a division.
+    """
+    # Newton's iteration from a guess that the bits of b give: the error is squared each time.
+    r = (0x7EF311C3 - b.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    r = tl.fma(r, tl.fma(-b, r, 1.0), r)
+    r = tl.fma(r, tl.fma(-b, r, 1.0), r)
+    r = tl.fma(r, tl.fma(-b, r, 1.0), r)
+    # For b just below 2, the last step's sum is a tie, which would be rounded down, but 1 / b is above it.
+    r = tl.fma(r, tl.fma(-b, r, 1.0) * 1.0000002, r)
+    # The remainder is exact. Without one, or if it is NaN because a is infinite, the first quotient is right.
+    q = a * r
+    rest = tl.fma(-b, q, a)
+    return tl.where(tl.abs(rest) > 0.0, tl.fma(rest, r, q), q)
+
+
+@triton.jit
 def gated(gate, up):
     """Return SiLU(gate) * up, rounded to bf16: gate / (1 + e^-gate) * up."""
-    return (tl.div_rn(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16)
+    return (quotient(gate, 1.0 + exp2(gate * -LOG2_E)) * up).to(tl.bfloat16)
 
 
 @triton.jit
@@ -113,7 +133,7 @@ def gelu_gated(gate, up):
     0.5 (1 + tanh(u)) is 1 / (1 + e^-2u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
     """
     twice = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
-    return (tl.div_rn(gate, 1.0 + exp2(twice * -LOG2_E)) * up).to(tl.bfloat16)
+    return (quotient(gate, 1.0 + exp2(twice * -LOG2_E)) * up).to(tl.bfloat16)
 
 
 @triton.jit

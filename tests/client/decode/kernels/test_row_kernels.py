@@ -131,6 +131,84 @@ def test_silu(rig: KernelRig, inner: int, splits: int) -> None:
     assert (abs(floats(x) - exact) <= HALF_PLACE * abs(exact) + 2.0**-125 * abs(gate * up)).all()
 
 
+def two_to_the(x: Array) -> Array:
+    """Compute the kernels' `exp2` in the same f32 operations."""
+    x = np.where(np.isnan(x), np.float32(-127), np.clip(x, np.float32(-127), np.float32(126)))
+    whole = (x + np.float32(12582912)) - np.float32(12582912)
+    f, p = x - whole, np.float32(1.5403530e-4)
+    for term in (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1):
+        p = p * f + np.float32(term)
+    return np.where(x < -126, np.float32(0), p * np.exp2(whole).astype(np.float32))
+
+
+def telling(quotient: Array, next_to: float) -> Array:
+    """Return f32 factors that make a quotient's last bit visible in bf16; NaN where there is none.
+
+    The quotient's product with its factor is on one side of 1 + 2^-8, the middle between two bf16. The product of the
+    quotient's neighbour, towards `next_to`, is on the other side.
+    """
+    middle, neighbour = np.float32(1 + 2.0**-8), np.nextafter(quotient, np.copysign(np.float32(next_to), quotient))
+    found = np.full_like(quotient, np.nan)
+    at = (middle / quotient).view(np.int32)
+    for step in range(-4, 5):
+        factor = (at + step).view(np.float32)
+        found = np.where((quotient * factor > middle) != (neighbour * factor > middle), factor, found)
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["silu", "gelu"])
+@np.errstate(all="ignore")
+def test_a_gate_divides_with_one_rounding(rig: KernelRig, kernel: str) -> None:
+    """A gate divided by its denominator is rounded to the nearest f32, although kernels compute it by multiplications.
+
+    If the denominator is just below 2, as it is for gates near 2^-23, its reciprocal is close to a tie.
+    """
+    rng = np.random.default_rng(1)
+    signs = np.array([[1], [-1]], np.float32)
+    near = (np.int32(0x33800000) + np.arange(-300, 2**24, 8191, dtype=np.int32)).view(np.float32)
+    tie = np.concatenate([np.float32(place).view(np.int32) + np.arange(-600, 600) for place in (2.0**-24, 2.0**-23)])
+    wide = (2.0 ** rng.uniform(-120, 8, 12_000)).astype(np.float32)
+    one = rng.normal(0, 4, 12_000).astype(np.float32)
+    gates = np.concatenate([near, tie.astype(np.int32).view(np.float32), wide, one])
+    gate = (signs * gates[: len(gates) // 512 * 512]).ravel()
+    twice = (
+        gate
+        if kernel == "silu"
+        else (gate + gate * gate * gate * np.float32(0.044715)) * np.float32(1.5957691216057308)
+    )
+    quotient = gate / (1 + two_to_the(twice * np.float32(-1.4426950408889634)))
+    for next_to in (0, np.inf):
+        up = telling(quotient, next_to)
+        tells = np.isfinite(up)
+        assert tells.mean() > 0.5
+        up = np.where(tells, up, np.float32(1))
+        rows = gate.reshape(-1, 512), up.reshape(-1, 512)
+        parts = np.ascontiguousarray(np.concatenate(rows, 1)[None])
+        x = np.zeros(rows[0].shape, np.uint16)
+        rig.launch(kernel, (len(x), 1), x=x, parts=parts, splits=1, stride=parts.size, F=512)
+        assert (x.ravel() == bf16(quotient * up)).all()
+
+
+@pytest.mark.parametrize("kernel", ["silu", "gelu"])
+@np.errstate(all="ignore")
+def test_a_gate_keeps_zeros_infinities_and_nan(rig: KernelRig, kernel: str) -> None:
+    gate = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 88, -88], np.float32)
+    twice = (
+        gate
+        if kernel == "silu"
+        else (gate + gate * gate * gate * np.float32(0.044715)) * np.float32(1.5957691216057308)
+    )
+    quotient = gate / (1 + two_to_the(twice * np.float32(-1.4426950408889634)))
+    # F is a multiple of 16, as every launch has it.
+    parts = np.zeros((1, 1, 32), np.float32)
+    parts[0, 0, : len(gate)], parts[0, 0, 16:] = gate, 1
+    x = np.zeros((1, 16), np.uint16)
+    rig.launch(kernel, (1, 1), x=x, parts=parts, splits=1, stride=32, F=16)
+    found, expected = floats(x)[0, : len(gate)], floats(bf16(quotient))
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert (np.signbit(found) == np.signbit(expected))[~np.isnan(expected)].all()
+
+
 @pytest.mark.parametrize("kernel", ["add_rmsnorm_512", "silu"])
 def test_parts_are_added_in_ascending_order(rig: KernelRig, kernel: str) -> None:
     """In f32, 1 added to 1e8 is lost; if 1e8 was subtracted before, it stays. So the order of the sum shows."""
