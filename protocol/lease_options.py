@@ -29,7 +29,7 @@ REQUEST_ID_BYTES: Final = 16
 
 
 class JournalRow(Enum):
-    """The form of an option in a lease's row of the journal, if earlier rows without it have no default value."""
+    """Whether leases' rows in the journal contain an option, if there is no value for rows without it (`before`)."""
 
     ALWAYS = auto()
     """Every row has it, even those of the first version."""
@@ -51,8 +51,9 @@ class LeaseOption(Generic[Value, Default]):
             client sets by itself.
         effect: The method's effect, for a cell of the guide's table.
         in_submits: Whether a submit's worker also obeys it; None for an option that no worker receives.
-        before: The value that a journal row without it stands for: the daemon that wrote the row may not have known the
-            option. Rows with this value leave it out. A `JournalRow` if there are no such rows.
+        before: Its value for a row of the journal that does not contain it, perhaps because the daemon that wrote the
+            row did not know it. Rows also leave it out if it has this value. A `JournalRow` if every row contains it,
+            or none does.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 

@@ -458,8 +458,8 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
-    # A read waits for everything before it in its own stream. That settles the session only while it has no other
-    # stream.
+    # A read waits for everything before it in its own stream. Its reply says that all earlier work has ended only while
+    # the session has no other stream.
     _session(
         Opcode.MEM_READ,
         m.MemRead,

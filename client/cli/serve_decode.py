@@ -103,7 +103,7 @@ class _DemoKeys:
 
 @contextlib.asynccontextmanager
 async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run some work concurrently with the block, and stop it with the block."""
+    """Run some work concurrently with the block, and cancel it when the block ends."""
     task = asyncio.create_task(work)
     try:
         yield

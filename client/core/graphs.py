@@ -69,7 +69,7 @@ class GraphHandle(Handle):
         return () if self._record is None else tuple(self._record.parameters)
 
     def made(self, graphs: "Graphs", handle: int, record: GraphContents) -> Self:
-        """Store the worker's handle of the graph, and prepare its launch frame; it has no owner yet."""
+        """Store the worker's handle of the graph, and prepare the launch frame. The graph has no owner yet."""
         # A launch without values sends the recorded ones, in the parameters' order.
         self._graphs = graphs
         self.handle, self._record = handle, record
@@ -88,7 +88,7 @@ class GraphHandle(Handle):
         return self
 
     def discarded(self) -> None:
-        """Record that the recording failed, for later errors."""
+        """Make later errors say that the recording failed."""
         self._unusable_reason = "was discarded: its recording failed"
 
     def graphs(self, operation: str) -> "Graphs":
@@ -98,7 +98,7 @@ class GraphHandle(Handle):
         return self._graphs
 
     def mark_freed(self) -> tuple[Opcode, int]:
-        """Mark it as freed, and lend its arrays for as long as queued copies may use them (`Handle.mark_freed`)."""
+        """Mark it as freed (`Handle.mark_freed`). Its arrays' memory is not reused while queued copies may use it."""
         self.lend_arrays()
         return super().mark_freed()
 
@@ -110,9 +110,9 @@ class GraphHandle(Handle):
         Raises InvalidHandle, InvalidRequest or RegionFailed, and nothing is sent.
         """
         record = self._record
-        # Step 1: check the handles that the graph uses. Only a mismatch costs a call.
         assert record is not None
-        # Each buffer and module must still exist in this session.
+        # Step 1: check that each buffer and module still exists in this session. `check` is called only for a mismatch,
+        # because a call takes longer than the comparison.
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)

@@ -209,7 +209,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._transport.write(self._connection.send_failure(request, failure))
 
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
-        """Send an event to a subscriber. False if its unread bytes leave no room; True on a closed connection."""
+        """Send the peer an event. Returns False if it has too many unread bytes; True if the connection is closed."""
         if self._transport is None or self._transport.is_closing():
             return True
         # The subscription keeps the latest event, and counts those that the peer missed.
@@ -219,7 +219,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         return True
 
     def close_with(self, failure: Failure) -> None:
-        """Send the peer the reason as a GOODBYE, and close once it is written, after LINGER_S in any case."""
+        """Send the peer the reason as a GOODBYE, and close once it is written, at the latest after LINGER_S."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(self._connection.send_goodbye(failure))
             self._close()
@@ -239,7 +239,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     # --- requests ---
 
     def serve_next(self) -> None:
-        """Continue with the requests after an ATTACH or GPU_SUBMIT that did not take the connection."""
+        """Serve the requests after an ATTACH or GPU_SUBMIT that was refused, so that no worker took the connection."""
         self._serve_requests()
 
     def serve_in_steps(self, step: Step) -> None:

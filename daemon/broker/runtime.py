@@ -420,14 +420,14 @@ class Runtime:
         self.journal.on_event(event, effects)
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
-        # Execute in order: a refusal comes before its kill, and a deadline before its grant.
+        # Execute in order: RefuseWork comes before KillWorker, and SetDeadline before Granted.
         executors = self._executors
         for effect in effects:
             try:
                 executors[type(effect)](effect)
             except Exception:
-                # This is a bug of ours. The remaining effects, perhaps another tenant's, must still be executed. A
-                # lease that lacks an effect is ended by its timers.
+                # This is a bug of ours. The remaining effects, perhaps another tenant's, must still be executed. If
+                # an effect of a lease is missing, its timers end the lease.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
         # Log and count after the effects, one of which may be a reply that a client waits for.
         if facts:
@@ -458,7 +458,7 @@ class Runtime:
         self.recorder.forward_revoked(
             region, status, message.kernel, message.site, message.position, seen_after_ns, told_after_ns
         )
-        # Only the first launch that saw the word measures how long the word took to be seen.
+        # Only the first refusal for a region shows how soon a launch was refused after the region's word had changed.
         if is_first_refusal:
             self.metrics.forward_revoked(status, seen_after_ns, told_after_ns)
         event = RegionEvent(

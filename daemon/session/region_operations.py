@@ -61,11 +61,12 @@ that launches step after step sends one within microseconds; but watchers must n
 launches."""
 
 SETTLE_NS: Final = 2_000_000
-"""Time for which connections are served in small portions after a region's word on the page has stopped being active:
-the broker is about to order the region's end, and its bytes should be back within two milliseconds."""
+"""After the word of a region on the regions page has stopped being active, connections are served in small portions for
+this time. The broker is about to order the region's end; the order is then read soon, and the region's bytes should be
+free within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
-"""An epoch that no page reaches. It stands for a set that was never compared, or for no set."""
+"""An epoch that no page reaches: that of a set that was never compared, and of no set."""
 
 _U32_MASK: Final = (1 << 32) - 1
 
@@ -82,11 +83,11 @@ class MappedRegion:
     """A region that the session has mapped.
 
     Attributes:
-        number: Its slot's number while the slot belongs to it.
-        streams: The driver's streams in which work that names it may be queued, or in which it was copied.
-        marks: By stream: a ticket for the work that the stream held when the last set that names the region went out of
-          use there.
-        tickets: Tickets for the work of those of its streams that have been destroyed.
+        number: Identifies it in its slot; a later region in the same slot has another number.
+        streams: The numbers of the driver's streams that may have work with it that no ticket in `marks` covers.
+        marks: By the stream's number: a ticket for all work that was queued in the stream when a set with the region
+          last stopped being the set in use there.
+        tickets: Tickets for the region's work in streams that have been destroyed.
         ended: How it ended; None while it has not ended, as far as the session knows. Set once (`end`).
         is_reported: Whether a refusal has reported how it ended; every later one reports FENCED.
         record: The record of the region that native code reads; None until a set that names it is used.

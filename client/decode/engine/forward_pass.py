@@ -59,19 +59,22 @@ limit both sets fit into the 176 MiB that a worker may use on an NVIDIA card in 
 would exceed it has no graphs for HEAD_ROWS, and if that is not enough, a larger lease (`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
-"""Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
+"""Maximum number of programs of a launch that computes attention in parts, before it is rounded up to a multiple of
+rows times key heads: eight for each of an H100's multiprocessors."""
 
 MIN_CUT_POSITIONS: Final = 3072
 """A step's attention is cut into spans only if its longest sequence has at least this many positions."""
 
 UNEVENNESS: Final = 1
-"""A step's attention is cut into spans only if its longest tile is longer than this multiple of an equal share."""
+"""A step's attention is cut into spans only if its longest tile has more positions than this multiple of an equal
+share: the positions of all tiles times the key heads, divided by MAX_PROGRAMS (`UnevenTiles.share`)."""
 
 LEAST_SHARED: Final = 1.5
-"""A step of few rows is cut into spans only if its rows have at least this many times as many positions as its tiles.
+"""A step of few rows is cut into spans only if the positions of its rows add up to at least this many times those of
+its tiles.
 
 Otherwise each row reads its sequence in parts, which takes less time than a tile of one row. (H200, Llama-3.2-1B's
-shape, 32,000 positions: 0.29 ms for each row in parts, 0.28 ms for each tile and 0.07 ms for each of its rows.)"""
+shape, 32,000 positions: in parts, 0.29 ms for each row; in tiles, 0.28 ms for each tile, plus 0.07 ms for each row.)"""
 
 WHOLE_SPLITS: Final = 16
 """Maximum number of splits of a tile that is not cut into spans. Computing this many in one program takes little longer
@@ -82,15 +85,15 @@ SPAN_SPLITS: Final = 8
 for a short sequence, many enough that the program's start and end matter little."""
 
 MAX_SPANS: Final = 256
-"""Maximum number of spans into which all tiles of a step are cut."""
+"""Maximum number of spans of a step, for all of its tiles together."""
 
 PLACED_ROWS: Final = 64
-"""Number of rows for which there is room to cut attention into spans (`cut_spans`) if their sequences have the maximum
-length."""
+"""Number of rows of sequences of the maximum length for which steps with spans (`cut_spans`) have room, unless
+MAX_PLACES allows fewer."""
 
 MAX_PLACES: Final = 16_384
-"""Maximum number of parts of attention, one for each row and split, that steps with spans have room for. A part takes 8
-or 17 KB of the card's memory with 32 heads of width 64 or 128."""
+"""Steps with spans get additional room for parts of attention, one for each row and split, up to this number of parts.
+A part takes 8 or 17 KB of the card's memory with 32 heads of width 64 or 128."""
 
 LAUNCHES_PER_TURN: Final = 8
 """Maximum number of launches in one turn of the event loop. During a turn no step of another model is planned.
@@ -99,17 +102,17 @@ Recording a launch takes about 30 us of Python. A turn costs about 10 us, and an
 """
 
 _SPAN_BYTES: Final = 8 * 4
-"""Size of a span's record of 32-bit words (`cut_spans`)."""
+"""Size of a span's record in bytes: eight 32-bit words (`cut_spans`)."""
 
 _CUT_BYTES: Final = 2 * 4
-"""Size of a row's place and number of splits, in 32-bit words (`cut_spans`)."""
+"""Size in bytes of a row's place and number of splits, each a 32-bit word (`cut_spans`)."""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Maximum size of one buffer, in bytes: kernels index its values, of at least two bytes each, with 32-bit integers."""
 
 MAX_GUIDED_ROWS: Final = 64
-"""Maximum number of rows of a step that have entries or a mask. Each may need as many entries as its sequence has
-tokens, so each costs memory."""
+"""Maximum number of rows of a step that have changed logits (ENTRY records) or a mask of allowed tokens. Each may need
+as many entries as its sequence has tokens, so each costs memory."""
 
 MAX_BIASES: Final = 1024
 """Maximum number of tokens for which a request may change logits, in addition to those in its sequence."""

@@ -70,13 +70,13 @@ def exchange(
 def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
     """Wait for all 32 threads of the warp, which must arrive at an instruction with the same opcode and modifiers.
 
-    The values that each lane has shown are then packed at `kept_words`. It is a fault if a lane has ended or does not
-    exist.
+    The values that a lane has shown are then adjacent, without padding, at the address that `kept_words` returns for
+    it. It is a fault if a lane has ended or does not exist.
     """
-    distance = 0
+    offset_bytes = 0
     for value in shown:
-        t.ir.store(value, t.ir.offset(FRAME, HEAD_BYTES + distance))
-        distance += int(value.type[1:]) // 8
+        t.ir.store(value, t.ir.offset(FRAME, HEAD_BYTES + offset_bytes))
+        offset_bytes += int(value.type[1:]) // 8
     everyone = constant("i32", -1)
     _stop(t, ThreadState.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), everyone, None)
     group = _result(t, FrameHead.group.offset)
@@ -104,7 +104,7 @@ def kept_words(t: ThreadTranslator, thread: Value) -> Value:
 
 
 def own_room(t: ThreadTranslator) -> Value:
-    """Return the address of memory for as many words as the thread shows. It is free until the next exchange."""
+    """Return the address of memory for as many words as the thread shows. The next exchange overwrites it."""
     return t.ir.offset(FRAME, HEAD_BYTES)
 
 
