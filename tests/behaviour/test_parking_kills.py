@@ -155,7 +155,8 @@ class ParkingNode:
 
         Afterwards it must have ended once, and the node must be idle again.
         """
-        zygotes = self.lasting.zygotes()
+        # The test before may have killed the zygote.
+        zygotes = wait_until(self.lasting.zygotes, "a zygote runs")
         self._step.write_text(step)
         lease = parkable(self.lasting, size)
         self._step.write_text("")
