@@ -133,11 +133,16 @@ def test_revoked_while_it_waits(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
         lease = await builder(daemon).acquire()
         async with aio.GpuSession(lease) as session:
+            # A process asks for an image's parameter types once: `start_endless` is three operations from here on.
+            await session.module_load(FAULTS)
+
+            def operations() -> int:
+                return int(daemon.query(lease.lease_id)["operations"])
+
+            before = await asyncio.to_thread(operations)
             kept = await start_endless(session)
             waiting = asyncio.create_task(session.sync())
-            await asyncio.to_thread(
-                wait_until, lambda: daemon.query(lease.lease_id)["operations"] == 5, "the worker waits for the kernel"
-            )
+            await asyncio.to_thread(wait_until, lambda: operations() == before + 4, "the worker waits for the kernel")
             await asyncio.to_thread(daemon.revoke, lease.lease_id)
             with pytest.raises(Revoked):
                 await waiting
