@@ -84,7 +84,7 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("control", ConnectionTokens, "acting_tenant", owner_of),
     ("control", ConnectionTokens, "may_revoke", returning(True)),
     ("control", AttachHandler, "_check_own", returning(None)),
-    ("control", QueryHandler, "_may_see", returning(True)),
+    ("control", QueryHandler, "_may_query", returning(True)),
     ("control", Runtime, "_answer", swallowing),
     ("frames", fastpath, "parse_mem_write", one_more),
     ("frames", FrameReader, "next_frame", raising(IndexError())),
