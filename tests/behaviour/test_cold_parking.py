@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import struct
 import threading
@@ -472,7 +473,9 @@ def test_a_card_is_drained_and_its_sessions_leave_it(node: Daemon, lease: GpuLea
     session.mem_write(buffer, 0, b"weights")
     with GpuBuilder(node.address).min_vram(MIB).device("0").acquire() as fixed:
         status, output = run("--device", "0", "--move", "--within", "1h")
-        assert (status, "will end within 1 h" in output, f"moved to {other}" in output) == (1, True, True), output
+        # The drain is reported after the moves, which may have taken a second of its hour.
+        assert (status, f"moved to {other}" in output) == (1, True), output
+        assert re.search("will end within (1 h|59 min)", output), output
         assert "not parkable" in output
         assert row(node.address, lease)["card_uuid"] == other
         assert row(node.address, lease)["phase"] == "active"
