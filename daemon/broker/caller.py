@@ -53,10 +53,10 @@ class ClientConnection(Protocol):
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
         """Pass the socket to another process; see `ControlConnection.hand_over`."""
 
-    def serve_in_steps(self, step: Step) -> None:
-        """Call `step` in each of the connection's turns until it returns True, or the connection is closed.
+    def serve_in_steps(self, request: Request, step: Step) -> None:
+        """Call `step` in each of the connection's turns until it has answered the request and returns True.
 
-        Further requests of the peer are served after that.
+        Further requests of the peer are served after that. A closed connection calls it no more.
         """
 
     def serve_next(self) -> None:

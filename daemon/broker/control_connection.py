@@ -5,6 +5,7 @@ frame, or does not read its replies. ATTACH and GPU_SUBMIT end a connection in t
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -14,7 +15,7 @@ from gpulease.daemon.broker.caller import Step
 from gpulease.daemon.broker.connection_limiter import ConnectionLimiter
 from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.peer import Peer, identify
-from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.runtime import FAULT, Runtime
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -115,8 +116,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._deadlines = Deadlines()
         self._is_peer_slow = False
         self._is_queued = False
-        # The next step of a request that is served in steps.
-        self._step: Step | None = None
+        # A request that is served in steps, and its next step.
+        self._in_steps: tuple[Request, Step] | None = None
 
     # --- asyncio.BufferedProtocol ---
 
@@ -156,7 +157,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Release everything that the connection held."""
         self._transport = None
-        self._step = None
+        self._in_steps = None
         self._deadlines.stop_all()
         if self._dispatcher is not None:
             self._dispatcher.close()
@@ -242,9 +243,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         """Serve the requests after an ATTACH or GPU_SUBMIT that was refused, so that no worker took the connection."""
         self._serve_requests()
 
-    def serve_in_steps(self, step: Step) -> None:
-        """Serve a request in steps, one in each of the connection's turns; see `ClientConnection`."""
-        self._step = step
+    def serve_in_steps(self, request: Request, step: Step) -> None:
+        """Serve a request in steps; see `ClientConnection`."""
+        self._in_steps = request, step
 
     def _enqueue(self) -> None:
         if self._is_queued:
@@ -264,10 +265,10 @@ class ControlConnection(asyncio.BufferedProtocol):
         # Serve a bounded number of requests, then go to the back of the queue.
         for _ in range(REQUESTS_PER_QUANTUM):
             # A request with further steps is served to its end first: so a peer can have only one in progress.
-            if self._step is not None:
-                if not self._step():
+            if self._in_steps is not None:
+                if not self._serve_step(*self._in_steps):
                     break
-                self._step = None
+                self._in_steps = None
             # The rest of the bytes belongs to the worker that takes over the connection.
             if self._connection.state is State.ATTACHING:
                 self._stop_reading_behind_attach()
@@ -307,8 +308,27 @@ class ControlConnection(asyncio.BufferedProtocol):
         if request.op is Opcode.HELLO:
             self._deadlines.stop(AwaitedStep.HELLO)
             self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, self._options))
-        else:
+            return
+        try:
             self._dispatcher.dispatch(request)
+        except Exception as error:
+            self._answer_fault(request, error)
+
+    def _serve_step(self, request: Request, step: Step) -> bool:
+        """Return whether the request is complete."""
+        try:
+            return step()
+        except Exception as error:
+            self._answer_fault(request, error)
+            return True
+
+    def _answer_fault(self, request: Request, error: Exception) -> None:
+        """Log a bug of ours, or a lack of memory, and answer the request, unless it was answered before."""
+        if isinstance(error, MemoryError):
+            self._runtime.memory_reserve.release()
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"serving {request.op.name}")
+        with contextlib.suppress(LocalProtocolError):
+            self.answer(request, FAULT)
 
     def _watch_for_stall(self) -> None:
         # Bound only a frame that has begun: between two requests a peer may be silent for any time.

@@ -139,7 +139,7 @@ class Caller:
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
         return False
 
-    def serve_in_steps(self, step: Step) -> None:
+    def serve_in_steps(self, request: Request, step: Step) -> None:
         raise NotImplementedError
 
     def serve_next(self) -> None:

@@ -92,7 +92,7 @@ class QueryHandler:
             return True
 
         if not list_more():
-            self._caller.connection.serve_in_steps(list_more)
+            self._caller.connection.serve_in_steps(request, list_more)
 
     def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
         use = self._runtime.card_times.use_of(lease.lease_id, lease.card_uuid)

@@ -10,9 +10,9 @@ import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.control_connection import ControlConnection
-from gpulease.daemon.broker.handlers.query_requests import LEASES_PER_STEP
+from gpulease.daemon.broker.handlers.query_requests import LEASES_PER_STEP, QueryHandler
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.broker.runtime import Result, Runtime
+from gpulease.daemon.broker.runtime import FAULT, Result, Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import AcquireRequested, Card, FreeDone, FreeRequested, LeaseTable, LeaseTerms
@@ -121,7 +121,7 @@ def test_a_lease_that_ends_meanwhile_is_not_listed(monkeypatch: pytest.MonkeyPat
     async def play(runtime: Runtime, root: Client, _: Client) -> None:
         begun: asyncio.Future[Callable[[], bool]] = asyncio.get_running_loop().create_future()
         freed: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(ControlConnection, "serve_in_steps", lambda _, step: begun.set_result(step))
+        monkeypatch.setattr(ControlConnection, "serve_in_steps", lambda _, __, step: begun.set_result(step))
         root.send(Opcode.LEASE_LIST_ACTIVE, Empty())
         list_more = await begun
         runtime.post(FreeRequested(runtime.expect(freed.set_result), LEASES, "bob"))
@@ -138,4 +138,23 @@ def test_a_tenant_lists_its_own_at_once() -> None:
         ann.send(Opcode.LEASE_LIST_ACTIVE, Empty())
         assert numbers((await ann.next_reply()).report) == [2]
 
+    with_many_leases(play)
+
+
+@pytest.mark.parametrize("good_reports", [0, LEASES - 1], ids=["at once", "in the last step"])
+def test_a_fault_is_answered_and_the_connection_continues(monkeypatch: pytest.MonkeyPatch, good_reports: int) -> None:
+    report, left = QueryHandler._report, iter(range(good_reports))
+
+    def fail_in_time(handler: QueryHandler, lease: Any) -> dict[str, Any]:
+        if next(left, None) is None:
+            raise ZeroDivisionError
+        return report(handler, lease)
+
+    async def play(_: Runtime, root: Client, __: Client) -> None:
+        root.send(Opcode.LEASE_LIST_ACTIVE, Empty())
+        root.send(Opcode.PING, Ping(7))
+        assert await root.next_reply() == FAULT
+        assert await root.next_reply() == Ping(7)
+
+    monkeypatch.setattr(QueryHandler, "_report", fail_in_time)
     with_many_leases(play)

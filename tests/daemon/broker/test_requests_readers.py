@@ -48,7 +48,7 @@ class Reader:
     def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
         raise NotImplementedError
 
-    def serve_in_steps(self, step: Step) -> None:
+    def serve_in_steps(self, request: Request, step: Step) -> None:
         raise NotImplementedError
 
     def serve_next(self) -> None:
