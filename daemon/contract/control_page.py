@@ -82,8 +82,8 @@ from typing import Final, NamedTuple, Protocol
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""The seals of memory of a fixed size (fcntl(2), F_ADD_SEALS)."""
 
 _FUTURE_WRITE: Final = 0x10
 """F_SEAL_FUTURE_WRITE of fcntl(2), Linux 5.1: once it is set, only the mappings that already exist can write."""
@@ -95,7 +95,7 @@ def sealed_memory(name: str, size_bytes: int) -> int:
     try:
         os.ftruncate(fd, size_bytes)
         # Sealed against shrinking: a mapping beyond the file's end would kill its reader with SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)
         raise
@@ -116,7 +116,7 @@ def published_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
         # Map before sealing: F_SEAL_FUTURE_WRITE leaves existing mappings writable and forbids later writable ones.
         writable = mmap.mmap(fd, size_bytes)
         try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | _FUTURE_WRITE)
             return writable, for_reading(fd)
         except BaseException:
             writable.close()

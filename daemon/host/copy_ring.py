@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
+from gpulease.daemon.contract.control_page import SEALS, sealed_memory
+
 BUFFER_BYTES: Final = 16 << 20
 """A buffer's size in bytes. Buffers of 8 to 64 MiB were equally fast between two cards (H200)."""
 
@@ -34,7 +36,6 @@ PAUSE_S: Final = 0.0001
 
 _HEAD_BYTES: Final = mmap.PAGESIZE
 _SIZE_BYTES: Final = _HEAD_BYTES + BUFFERS * BUFFER_BYTES
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # Places of the words.
 _FILLED: Final = 0
@@ -106,7 +107,7 @@ class CopyRing:
         if fd is not None:
             self.fd = os.dup(fd)
         else:
-            self.fd = _new_memory() if is_shared else -1
+            self.fd = sealed_memory("gpulease-ring", _SIZE_BYTES) if is_shared else -1
         try:
             if self.fd >= 0:
                 _check_memory(self.fd)
@@ -260,16 +261,5 @@ def run(ends: Iterable[RingEnd], poll: Callable[[], None]) -> None:
 
 def _check_memory(fd: int) -> None:
     # If it could shrink, an access beyond its end would kill this process (SIGBUS).
-    if os.fstat(fd).st_size != _SIZE_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+    if os.fstat(fd).st_size != _SIZE_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise RingBroken("its memory is not that of a ring")
-
-
-def _new_memory() -> int:
-    fd = os.memfd_create("gpulease-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, _SIZE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
