@@ -135,6 +135,8 @@ def test_revoked_while_it_waits(run: Callable[[Main], None]) -> None:
         async with aio.GpuSession(lease) as session:
             # A process asks for an image's parameter types once: `start_endless` is three operations from here on.
             await session.module_load(FAULTS)
+            # What the client has queued is served, and counted, before a sync returns.
+            await session.sync()
 
             def operations() -> int:
                 return int(daemon.query(lease.lease_id)["operations"])

@@ -129,6 +129,8 @@ def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: 
     session = GpuSession(lease)
     # A process asks for an image's parameter types once, so that `start_endless` is three operations from here on.
     session.module_load(FAULTS)
+    # What the client has queued is served, and counted, before a sync returns.
+    session.sync()
     before = lease.query()["operations"]
     _, flag = start_endless(session)
     errors: list[GpuLeaseError] = []
