@@ -3,8 +3,8 @@
 Theory of operation. Ctrl-C raises KeyboardInterrupt at almost any call of the main thread, and a second Ctrl-C
 interrupts whatever runs after the first. So an interrupted call does not clean up itself. Before a request is sent, its
 call records in a `CleanUp` what the request may make. The handler of an interrupt only marks it as due and starts a
-thread, which no Ctrl-C reaches (`sync.driver`). Python handles signals only at the beginning of a function, at a
-loop's next turn and after a call, so none can come between these two statements.
+thread, which no Ctrl-C reaches (`sync.driver`). Python handles signals only at the beginning of a function, at a loop's
+next turn and after a call, so no signal can arrive between setting the mark and starting the thread.
 
 A thread must not use an event loop's connection. So if a cancelled task had sent a request on a lease's own connection,
 the lease's next request settles what is due.

@@ -35,8 +35,9 @@ COPY_BYTES_PER_NS: Final = 20
 in addition to its usual time."""
 
 MAX_COPY_SPIN_NS: Final = 1_000_000
-"""Longest such spin, in nanoseconds, because a spin keeps the tenant's other threads from running. For longer copies, a
-sleep costs little in comparison."""
+"""Longest additional spin for an arena copy, in nanoseconds. A spin keeps the tenant's other threads from running, and
+a copy that takes longer is hardly delayed by a sleep.
+"""
 
 
 class CopyCommands(Protocol):

@@ -81,7 +81,7 @@ def control_limit_s(op: Opcode) -> float:
 
 
 class FixedDeadline:
-    """A deadline a fixed number of seconds from now. Raises Disconnected when it is over.
+    """A deadline a fixed number of seconds from now. Raises Disconnected once it has passed.
 
     If this process was stopped meanwhile, the peer gets up to CONNECT_LIMIT_S again, at most MAX_EXTENSIONS times: the
     peer may have been waiting for this process to read or to send.
@@ -171,8 +171,9 @@ def receive_from_living(
         # The daemon answered the PING: wait for PING_AFTER_S again.
         if ping_id and take(ping_id) is not None:
             ping_id, silence = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
-        # There are five cases. A time is over, but bytes were received meanwhile, as in `_wait`. The request's own time
-        # is over. No time is over, so wait. The PING was not answered in time. No PING was sent yet, so send one.
+        # Five cases, in this order: a deadline has passed, but bytes have arrived, so look again; the request's own
+        # deadline has passed; neither has passed, so wait; the PING was not answered in time; no PING was sent yet, so
+        # send one.
         if min(deadline.remaining_s(), silence.remaining_s()) <= 0 and channel.pump():
             continue
         if deadline.remaining_s() <= 0:
@@ -215,7 +216,8 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
         channel.finish_step()
     elif remaining_s > 0:
         yield Wait(channel, for_room, remaining_s)
-    # The time is over, but this process may have been stopped since it last received. Take the bytes that have come.
+    # The deadline has passed, but this process may have been stopped since it last received. Take the bytes that have
+    # arrived.
     elif not channel.pump():
         yield from deadline.raise_or_extend()
 

@@ -1,4 +1,4 @@
-"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, and no parsing.
+"""Requests with a reply that is known in advance, byte for byte: one frame out, one frame back, and no parsing.
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.

@@ -1,4 +1,4 @@
-"""Launch graphs in the client: makes, launches and closes recorded graphs, and has their handles."""
+"""Launch graphs in the client: their handles, and how they are made, launched and closed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,7 +155,7 @@ class GraphHandle(Handle):
             self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
 
     def __del__(self) -> None:
-        # It may be half-built, as in `Handle.__del__`.
+        # The constructor may not have finished, as in `Handle.__del__`.
         if getattr(self, "owner", None) is not None:
             self.lend_arrays()
         super().__del__()
@@ -173,7 +173,7 @@ class Graphs:
 
     Attributes:
         attachment: The session's connection.
-        refused: The check of the regions that a launch names.
+        refused: Checks the regions that a launch names.
     """
 
     def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:

@@ -98,7 +98,7 @@ class LaunchCommands(Protocol):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> MaybePending[int]:
-        """Launch a kernel with attributes; if there are regions, only under the condition of `launch_in`."""
+        """Launch a kernel with attributes. If `regions` is given, the condition of `launch_in` applies."""
 
 
 class _LatestLaunch:
@@ -131,8 +131,8 @@ class _LatestLaunch:
 class Launches(LaunchCommands):
     """Sends a session's launches, each in the cheapest of three ways.
 
-    A launch like the module's last one is sent from that one's template at once. For a launch with an older template,
-    only the values that may have changed are checked. Any other launch is checked completely, and gets a template.
+    A launch like the module's last one is sent at once, from the last one's template. If only an older template fits,
+    the values that may have changed are checked. Any other launch is checked completely, and gets a template.
     """
 
     def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:

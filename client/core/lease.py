@@ -126,7 +126,8 @@ class ParkReport(TypedDict):
 
     Attributes:
         phase: resident, parking or proving (on its way to the host), parked, or returning.
-        cause: Why it was parked: tenant, operator, idle or need; None while resident.
+        cause: Why it was parked: tenant, operator, idle, need (of other leases) or adopted (by a new worker); None
+            while resident.
         idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
         parked_for_ms: Time since it was parked; None while its bytes are on the card.
         moved_bytes: Bytes that the last park moved to the host's memory.
@@ -353,7 +354,7 @@ DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
 _ENDED_BEFORE_REPEAT: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
-"""Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out in between."""
+"""Statuses that answer a repeated LEASE_FREE if the first one was executed, or if the lease expired in between."""
 
 
 class LeaseHandle:

@@ -156,7 +156,7 @@ class Recording(LaunchCommands, CopyCommands):
         )
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
-        """Record a copy to the device: the bytes of an immutable object, or the place of an array in the arena."""
+        """Record a copy to the device: the bytes of an immutable object, or the offset of an array in the arena."""
         self._check_caller("mem_write")
         _check_stream(stream, "mem_write")
         self._session.operations.check(buffer, Buffer, "mem_write")
@@ -164,8 +164,8 @@ class Recording(LaunchCommands, CopyCommands):
         check_range(buffer, offset, len(view), "mem_write")
         if not view:
             return
-        # Memory that can change is copied at each launch of the graph, from its place in the arena. Immutable bytes
-        # become part of the graph.
+        # Each launch of the graph copies mutable memory again, from the arena. Immutable bytes become part of the
+        # graph.
         if not memoryview(data).readonly:
             self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
         elif len(view) > MAX_WRITE_BYTES:
@@ -260,7 +260,7 @@ class Recording(LaunchCommands, CopyCommands):
                 f"in {MAX_GRAPH_PLACES} places"
             )
         self._parameters = added
-        # A place has the offset of the argument's bytes in its node, counted from the first argument.
+        # Where each parameter's value goes: the node, and the value's offset from the node's first argument.
         numbers = {name: number for number, name in enumerate(added)}
         self._places += [GraphPlace(numbers[name], node, sum(args.sizes[:index])) for name, index, _ in args.parameters]
 

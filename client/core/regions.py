@@ -47,7 +47,7 @@ class RegionHandle(LeaseHandle):
         parent: Its lease.
         tenant: Its tenant; "" for the lease's own.
         address_on_card: Its device address.
-        slot: Together with `number`, its name in region sets.
+        slot: Identifies it in region sets, together with `number`.
         number: Distinguishes it from other regions that have had the slot.
         is_end_raised: Whether an error has said how it ended; later errors are RegionFenced.
         dropped: Always empty. It is required of the owner of a buffer, which this is until a session uses the region.
@@ -69,14 +69,15 @@ class RegionHandle(LeaseHandle):
             parent.grant.exclusivity,
             parent.grant.card_uuid,
         )
-        # Both use the lease's connection and lock: requests about a region are requests of its lease's program.
+        # A region shares the lease's connection and lock, because the program that holds the lease sends the region's
+        # requests.
         super().__init__(parent.channel, parent.lock, grant, parent.clock)
         self.outlives_daemon = parent.outlives_daemon
         parent.regions[granted.lease_id] = self
 
     @property
     def channel(self) -> Channel:
-        """The connection of its lease, which both use."""
+        """The connection of its lease, which the region shares."""
         return self.parent.channel
 
     @channel.setter

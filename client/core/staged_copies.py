@@ -96,7 +96,7 @@ class Staging:
         return self._copiers
 
     def close(self) -> None:
-        """End the threads, after they have copied what they had started."""
+        """End the threads once they have finished the copies in progress."""
         copiers, self._copiers = self._copiers, None
         if copiers is not None:
             copiers.close()
@@ -281,7 +281,7 @@ class _StagedCopy:
 
     def _ask_piece(self, op: Opcode, piece: _Piece, group: int, *, is_last: bool) -> Procedure[None]:
         self._quiet.append(piece)
-        # Place and length of the slot's bytes, for the card.
+        # The body names the slot's offset in the arena, and the number of bytes.
         payload = self._staging.request(self._handle, self._offset, piece)
         # This request has a reply, which also acknowledges the quiet pieces before it.
         if is_last or len(self._quiet) >= group:

@@ -129,7 +129,7 @@ class TextNotRead(RequestRejected):
 
     Attributes:
         limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it;
-            "library" if a library stopped at a mistake of its own.
+            "library" if a library failed because of a bug of its own.
     """
 
     def __init__(self, message: str, limit: str) -> None:
@@ -142,7 +142,7 @@ class TextProcessesFailed(DecodeError):
 
 
 class LibraryPanicked(DecodeError):
-    """A library that is written in Rust stopped at a mistake of its own, in one call. The message has what it said.
+    """A library written in Rust panicked during one call, because of a bug in it. The message contains its panic text.
 
     An object that the call has changed may be broken. A server does not show the message to tenants.
     """

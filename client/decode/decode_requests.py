@@ -15,7 +15,7 @@ MIN_TEMPERATURE: Final = 1e-3
 """Lowest temperature above 0. Below it, a logit times the f32 reciprocal overflows in the kernels."""
 
 MAX_TEMPERATURE: Final = 100.0
-"""Highest temperature. It makes all tokens almost equally likely, so a higher one is a mistake."""
+"""Highest temperature. At this one all tokens are almost equally likely, so a higher one is a mistake."""
 
 MAX_TOP_K: Final = 2**31 - 1
 """Highest top_k: a row's record holds it in 32 signed bits."""
@@ -61,7 +61,7 @@ MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request. Ids are logged, audited and returned, so they must not fill disks."""
 
 MAX_SALT_CHARACTERS: Final = 1024
-"""Longest cache salt. It stays in memory with its request; a random one has about 40 characters."""
+"""Longest cache salt. It stays in memory as long as its request. A random salt has about 40 characters."""
 
 MAX_WAIT_S: Final = 3600.0
 """Longest time in seconds that a request may wait, so that it can't occupy a place in the queue forever."""
@@ -194,10 +194,10 @@ class TenantConfig:
 
     Attributes:
         id: The tenant's name.
-        max_concurrent: Maximum number of sequences that may be live at the same time.
+        max_concurrent: Maximum number of live sequences.
         max_blocks: Maximum number of blocks of its region, of PAGE positions each.
         weight: Its share of the engine while other tenants also wait.
-        max_waiting: Maximum number of requests that wait for admission; a further one is refused at once.
+        max_waiting: Maximum number of requests that wait for admission; one more is refused at once.
     """
 
     id: str
@@ -407,7 +407,7 @@ class StepTokens:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The tokens and ends that follow from a step's results.
+    """The tokens that a step emitted, and the requests that ended with it.
 
     Attributes:
         tokens: The tokens that it emitted.

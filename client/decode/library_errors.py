@@ -1,9 +1,8 @@
 """The errors of libraries that are written in Rust, as errors of this package.
 
-At a mistake of its own, such a library panics. pyo3, which connects it with Python, then raises an exception that
-derives from BaseException. `except Exception` misses it, so it would pass through everything that keeps one request's
-error from other requests. These two are the only ways to call such a library with anything that a tenant, or a model's
-file, has chosen.
+Such a library panics when it finds a bug in itself. pyo3, which connects it with Python, then raises an exception that
+derives from BaseException. `except Exception` misses that, so one request's error would reach other requests. So every
+call with data that a tenant or a model's file has chosen is made inside `panics_caught` or `rejected`.
 """
 
 from asyncio import CancelledError
@@ -26,7 +25,7 @@ def panics_caught() -> Iterator[None]:
 
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn any exception of a library, except a lack of memory, into an error of `kind`; panics, too."""
+    """Turn any exception of a library, also a panic, into an error of `kind`. A lack of memory passes."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DecodeError):

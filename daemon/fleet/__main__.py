@@ -93,7 +93,7 @@ class SentFiles:
 def needs_of(endpoints: Sequence[str]) -> SandboxNeeds:
     """Return the access that the process needs inside the sandbox: etcd's ports, and the files for name resolution.
 
-    Those files are often replaced by new ones of the same name, so the sandbox must contain their folders.
+    These files are often replaced by new ones with the same names, so the sandbox must contain their folders.
     """
     ports = {DNS_PORT, *map(port_of, endpoints)}
     readable = (RESOLVER.parent, RESOLVER.resolve().parent, RANDOM, *_LIBRARIES)

@@ -54,7 +54,7 @@ class MachineReadings:
     def read(self) -> MachineReading:
         # Read the messages first, so that a pause before this reading counts for it.
         self._generation_changes += self._new_generation_changes()
-        # Read this machine's clock before and after the others, which bounds the time between them.
+        # Read this machine's clock before and after the other clocks, which bounds the time between the readings.
         began_ns = boot_ns()
         host_ns, stolen_ns = None, {}
         if self._clock_fd is not None:
@@ -87,7 +87,7 @@ class MachineReadings:
 
 def _open_host_clock(clocks: Path, devices: Path) -> int | None:
     for clock in sorted(clocks.glob("ptp*")):
-        # No PTP clock, or one that this user may not open: pauses are then detected by stolen time, or not at all.
+        # If there is no PTP clock, or this user may not open it, pauses are detected by stolen time or not at all.
         with contextlib.suppress(OSError):
             if (clock / "clock_name").read_text().strip() in HOST_CLOCKS:
                 return _open(devices / clock.name)

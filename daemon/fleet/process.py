@@ -183,7 +183,7 @@ class FleetProcess:
             Compact: self._compact,
             ArmFleetTimer: self._arm,
             MoveHorizon: self._move_horizon,
-            # The others are messages to the broker as they are.
+            # All other effects are sent to the broker as messages, unchanged.
             **dict.fromkeys(
                 (
                     Joined,

@@ -47,7 +47,7 @@ class Admission:
         self._parking = parking
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, effects: list[Effect]) -> None:
-        """Apply new bounds to future requests. Tenants keep their leases and their places in the queue."""
+        """Apply new bounds to future requests. Tenants keep their leases, and queued acquires stay in the queue."""
         store = self._store
         # Limits are not retroactive: tenants with a lease or a queued acquire keep them, so `invariants` must not
         # report those tenants for exceeding the new limits.
@@ -153,7 +153,7 @@ class Admission:
             effects.append(RequestDenied(waiter.acquire.request, denial))
 
     def refuse_without_card(self, denial: Denial, effects: list[Effect]) -> None:
-        """Refuse the waiters that only drained cards could serve. The others keep their places in the queue."""
+        """Refuse the waiters that only drained cards could serve. The others stay in the queue."""
         for waiter in self._store.queue:
             if not waiter.open_candidates():
                 self._store.queue.leave(waiter)
@@ -192,7 +192,7 @@ class Admission:
         # Note when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
         armed_ns = queue.next_hold_end_ns()
         holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
-        # A request that gives no wait still waits for sessions that are being parked for it.
+        # A request without a wait of its own still waits while sessions are parked to make room for it.
         wait_ns = event.wait_ms * NS_PER_MS or self._parking.patience_ns
         waiter = Waiter(event, candidates, now_ns, now_ns + wait_ns, holds_until_ns)
         queue.join(waiter)
@@ -236,7 +236,7 @@ class Admission:
                 f"{self._store.limits.max_wait_s} s",
                 "Request a shorter wait.",
             )
-        # Check how much of the card's time the tenant may take from others.
+        # Check the options that give the lease more of the card's time than others get.
         bounds = self._store.limits.tenants.of(event.tenant)
         if event.terms.weight > bounds.max_weight:
             return denials.too_heavy(event.tenant, event.terms.weight, bounds.max_weight)
@@ -393,15 +393,15 @@ CARD_DRAINED: Final = "its card is drained"
 class Drains:
     """Drains the node or a card: admits no lease there, warns the tenants, ends the remaining leases at a deadline.
 
-    1. From the request on, no lease is granted there. Acquires that could not be served elsewhere are refused, queued
-       ones as well, and so are leases that still wait for their worker there. The pool drops its contexts there.
+    1. From then on, no lease is granted there. Acquires that no other card could serve are refused, also queued ones.
+       Leases that still wait for their worker there end. The pool drops its contexts there.
     2. The subscribers of each active lease are sent the time that is left. A renewal extends a lease to the drain's
        deadline at most. When a lease is moved off a drained card, its warning is withdrawn.
     3. At the deadline all remaining leases end with DRAINED. The drain lasts until an operator admits tenants again. A
-       table restored from this one is drained too.
-    4. A second request moves the deadline to an earlier or a later time. A drain that is cancelled has shortened no
-      lease.
-    5. The node's drain and a card's drain are independent: on that card the earlier deadline counts, and to end one
+       restart of the daemon does not end it.
+    4. A second request moves the deadline to an earlier or a later time. Cancelling a drain leaves every lease its full
+       time.
+    5. The node's drain and a card's drain are independent: on that card the earlier deadline counts, and ending one
        drain does not end the other.
 
     Each method appends what to execute to `effects`.

@@ -68,7 +68,7 @@ worker at all, for example after an update of the driver.
 """
 
 MAX_HELD_MISFITS: Final = 2
-"""The same while the former worker still has the session: one worker of each kind."""
+"""`MAX_MISFITS` while the former worker still has the session: one worker of each kind, warm and new."""
 
 _LEAVE_TASK: Final = "send its image"
 
@@ -84,7 +84,7 @@ class ContextPool(HeldWorkers, Protocol):
     def drop_behind(
         self, lease: Lease, charge_bytes: int, now_ns: int, effects: list[Effect], *, is_gone: bool = False
     ) -> None:
-        """Take over a lease's worker, which holds these bytes, and drop it as one of the pool's contexts."""
+        """Take over a lease's worker, which holds `charge_bytes`, and drop it as one of the pool's contexts."""
 
     def give_to(self, lease: Lease, now_ns: int, effects: list[Effect]) -> bool:
         """Give a lease without a worker a warm context of its card; return whether one was ready."""
@@ -534,7 +534,7 @@ class ColdParking:
         effects.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, took_ns, move.why_through_host))
 
     def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, effects: list[Effect]) -> None:
-        """Refuse the move in progress, if there is one. The session stays where it is now."""
+        """Refuse the move in progress, if any. The session stays on its present card."""
         if lease.park is None or (move := lease.park.move) is None:
             return
         lease.park.move = None

@@ -135,7 +135,7 @@ class DeferredRequests:
 def must_wait(state: ParkState, *, is_move: bool) -> bool:
     """Return whether a move, or any other request, has to wait for the session's return."""
     if is_move:
-        # A session that is parked, or being parked, can be moved as it is, also while it waits for room.
+        # A session that is parked, or being parked, can be moved without returning first, even while it waits for room.
         is_wanted = state.is_leaving and state.is_awaited
         return state.move is None and (is_wanted or state.phase is ParkPhase.RETURNING)
     return state.is_off

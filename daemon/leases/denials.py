@@ -485,7 +485,7 @@ def not_started(lease_id: int, reason: str) -> Denial:
 
 
 def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
-    """Deny a submit because the previous one ran for longer than it could wait."""
+    """Deny a submit because the previous one did not end within the time that a submit waits."""
     return Denial(
         DenialReason.BUSY,
         f"A submit on lease {lease_id:032x} waited {waited_s} s for the previous one, which is still running.",

@@ -1,4 +1,4 @@
-"""The node's cards: the bytes that leases hold on each, the choice of a card, and memory that others hold."""
+"""The node's cards: the bytes that leases hold on each, the choice of a card, and memory held by other programs."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -47,10 +47,10 @@ class Card:
         capacity_bytes: Bytes that may be held in total: the measured figure less the node's reserve.
         overhead_bytes: Bytes that one context takes in addition to its tenant's bytes. The node pays for them, once per
             context.
-        spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before the capacity
-          shrinks.
-        slack_bytes: Tolerated difference between the bytes that others hold and those that are booked; the reserve
-          covers it.
+        spare_bytes: Bytes that the operator's bound leaves unused. Other programs may take that many before the
+          capacity shrinks.
+        slack_bytes: Tolerated difference between the bytes that other programs hold and those that are booked for them.
+          The reserve covers it.
         pins_host_memory: Whether the host memory that a worker prepares for parking needs page tables on the card.
         peers: UUIDs of the cards with memory that this card reads at a high rate, so that sessions move directly.
         has_others: Whether others than the daemon's workers can hold memory of the card. Then nothing is granted on it
@@ -105,7 +105,7 @@ class CardSnapshot:
         warm_wanted: Target number of contexts that wait for any lease (`warm_contexts`).
         warm_bytes: Bytes of all of the pool's contexts, including those being made or dropped.
         leases: Live leases, fenced ones included.
-        is_exclusive: Whether one lease has the card to itself.
+        is_exclusive: Whether a single lease has the whole card.
         unowned_bytes: Bytes in use that belong to no process, less those when the card was measured. The capacity
             is smaller by them.
         outside_bytes: The same for bytes of programs outside the daemon.
@@ -204,7 +204,7 @@ class CardAccount:
     def free_bytes(self) -> int:
         """Bytes that may be granted, including those of warm contexts.
 
-        Negative if a fence or others have taken bytes that were already granted.
+        Negative if a fence or other programs have taken bytes that were already granted.
         """
         # Compute the capacity here, without another call, because each placement reads this for every card.
         capacity_bytes = self.card.capacity_bytes - self.others.taken_bytes
@@ -217,7 +217,7 @@ class CardAccount:
     @property
     def leaving(self) -> int:
         """Number of the pool's contexts that served no tenant and are fenced or being dropped by this daemon."""
-        # Contexts that leases of an earlier daemon left, and those that served a tenant, do not count.
+        # Do not count contexts left by leases of an earlier daemon, nor those that served a tenant.
         return sum(
             context.state is WarmState.FENCED or (context.state is WarmState.DROPPING and not context.is_restored)
             for context in self.warm.values()
@@ -242,8 +242,7 @@ class CardAccount:
     @property
     def promised_bytes(self) -> int:
         """Bytes that leases hold, or will hold once there is room; excludes leases that ended before they had room."""
-        # Leave out leases that ended before they had room: bytes are still reserved for them, but they will never use
-        # these.
+        # Leave out leases that ended before they had room: the bytes still reserved for them will never be used.
         ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
         return self.held_bytes - ended_bytes
 
@@ -304,7 +303,7 @@ class CardAccount:
 
     def lend_context(self, lease: Lease) -> None:
         """Charge an active lease for the context of its submit, for as long as the submit exists."""
-        # Include the loan in the lease's charge, so that one sum is all that the lease may hold.
+        # Include the loan in the lease's charge, so that the charge alone says how much the lease may hold.
         lease.extra_bytes = self.card.overhead_bytes
         lease.charge_bytes += lease.extra_bytes
         self.held_bytes += lease.extra_bytes

@@ -7,9 +7,9 @@ ended.
 
 The broker executes effects in the order given and decides nothing. All times are monotonic nanoseconds.
 
-Every request gets exactly one `Outcome`: `RequestDenied`, or that of its kind, such as `Granted` for an acquire. An
-acquire with a claim gets `Checked` first, and then the outcome of its second step (`AcquireStep`). An acquire, submit
-or region request gets none if its client has disconnected.
+Every request gets exactly one `Outcome`: `RequestDenied`, or the outcome for its kind of request, such as `Granted` for
+an acquire. An acquire with a claim gets `Checked` first, and then the outcome of its second step (`AcquireStep`). An
+acquire, submit or region request gets none if its client has disconnected.
 
 A region's id is used like a lease's: renew, free and revoke accept it, and `Renewed`, `FreeDone`, `RevokeDone`,
 `LeaseEnded` and the timers carry it.
@@ -306,7 +306,7 @@ class WorkerUnlisted:
     Attributes:
         unowned_bytes: Bytes that belong to no process in this poll, without those that belonged to none when the card
             was measured.
-        least_bytes: Smallest such figure of any poll that did not list the process.
+        least_bytes: Smallest `unowned_bytes` of all polls that did not list the process.
         since_ns: Time of the first of these polls.
         polled_ns: Time at which this poll began.
     """
@@ -515,11 +515,11 @@ class RegionEnded:
 
 @dataclass(frozen=True, slots=True)
 class RegionStuck:
-    """Answer to `EndRegion`: the memory can't be taken away while the session lives, so the session ends.
+    """Answer to `EndRegion`: the session can't be made to give up the memory, so the session ends.
 
     Attributes:
         region_id: The region.
-        reason: What prevents it.
+        reason: What prevents this.
         cause: KERNEL_TIMEOUT if the worker reports it, for example because a launch that named the region still runs;
             UNRESPONSIVE if the worker did not receive the order, or if its answer can't be true.
     """
@@ -702,7 +702,7 @@ class MoveRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionsUsed:
-    """A poll found that these leases' sessions were in use since the poll before it."""
+    """A poll found that the sessions of these leases were used after the previous poll."""
 
     lease_ids: tuple[int, ...]
 

@@ -128,7 +128,8 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     if lease.warm_id:
         own_bytes -= store.account_by_uuid[lease.card_uuid].card.overhead_bytes
     park = lease.park
-    # A session that returns waits for the bytes that it had left; its lease may end before it has them.
+    # A returning session waits for as many bytes as it released when it was parked; its lease may end before they are
+    # free.
     is_returning = park is not None and park.phase is ParkPhase.RETURNING
     returned_bytes = lease.terms.size_bytes - park.kept_bytes if park is not None and is_returning else 0
     if lease.awaited_bytes not in (0, own_bytes, returned_bytes):
@@ -349,7 +350,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
 
 
 def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
-    # Grants remain valid when others take memory of the card, but no new ones are made then.
+    # Grants remain valid when other programs take the card's memory, but no new ones are made.
     name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
     for context in contexts:

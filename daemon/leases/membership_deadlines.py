@@ -83,7 +83,8 @@ class MembershipDeadlines:
             return
         lease.membership_deadline = membership_deadline
         effects.append(SetMembershipDeadline(lease.lease_id, membership_deadline.boot_ns))
-        # A worker that the session has left may have to continue it; without this its zygote would end it before.
+        # A worker that the session has left may have to continue it. Without a new deadline, the zygote would end that
+        # worker too early.
         effects += [
             SetMembershipDeadline(worker_id, membership_deadline.boot_ns)
             for worker_id in self._store.left_workers(lease)

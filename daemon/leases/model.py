@@ -191,8 +191,7 @@ ENDED_REGIONS: Final = frozenset(cause.row.region for cause in Cause)
 
 REGION_TRANSITIONS: Final[Mapping[tuple[RegionState, Trigger | Cause], RegionState]] = MappingProxyType(
     {
-        # A region that is still opening may end for any cause; an active one only for those that concern an open
-        # region.
+        # A region that is still opening may end for any cause, an active one only for causes that concern open regions.
         (RegionState.OPENING, Trigger.REGION_OPENED): RegionState.ACTIVE,
         **{(RegionState.OPENING, cause): cause.row.region for cause in Cause},
         (RegionState.ACTIVE, Trigger.RENEWED): RegionState.ACTIVE,
@@ -428,7 +427,7 @@ class Lease:
         regions: Its regions by id: those not yet returned, and those that still keep bytes in their place.
         slots: The regions that are not yet returned, by slot.
         region_bytes: Bytes of the session's slice that regions hold.
-        region_number: Number of the last region opened; it is never used again.
+        region_number: Number of the last region opened; a region's number is never reused.
         resize: The change of size in progress; None without one.
         is_reshaped: Whether a region was opened in it or its slice was resized, so that its context serves no other
           lease.

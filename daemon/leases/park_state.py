@@ -45,7 +45,7 @@ class SessionMove(NamedTuple):
 
     Attributes:
         request: The request to answer; None if another lease needs its room.
-        card_uuid: The card it is to return to; "" if it is to stay cold.
+        card_uuid: The card to which the session is to return; "" if it is to stay cold.
         from_uuid: The card that it was on.
         since_ns: When it was requested.
         from_version: The version of its worker, if that is to be replaced on the same card; else "".
@@ -137,7 +137,7 @@ class ParkState:
         move: The move that is in progress; None without one.
         need_move_ns: Time before which it is not moved again for others' need.
         is_on_warm: Whether the last worker that was ordered for its return is a warm context.
-        misfits: Number of workers that could not adopt it in this return.
+        misfits: Number of workers that failed to adopt it during the present return.
         misfit_reason: Why the last of them could not adopt it.
         held_id: The id of its former worker, which is set aside as a warm context while the session may return to it; 0
             without one.
@@ -194,7 +194,8 @@ class ParkState:
     def is_cold(self) -> bool:
         """Return whether the session has no worker, or one that may not have restored it completely yet.
 
-        A former worker that is held counts as its worker. A restarted daemon sees whether the next one has it by then.
+        A former worker that is set aside counts as its worker. A restarted daemon finds out whether the next worker has
+        restored it.
         """
         if self.held_id:
             return False

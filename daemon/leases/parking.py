@@ -251,7 +251,7 @@ class Parking(ParkingViews):
 
     def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int, kept: int = 0) -> int:
         """Return the time until a card may have so many parks together, and `kept` more; 0 if it may have them now."""
-        # More parks than the burst may begin once the card may have a burst of them.
+        # If more parks are needed than the burst allows, allow them as soon as the card may have a whole burst.
         burst = PARK_BURST - kept
         return self._paces.early_ns(card_uuid, self._park_interval_ns, burst, now_ns, min(parks, burst))
 
@@ -528,7 +528,7 @@ class Parking(ParkingViews):
             return
         _record_return(lease, state, event.moved_bytes, now_ns, effects)
         if not state.host_bytes:
-            # The memory that an earlier daemon gave the worker is unknown, so replace it or drop it.
+            # This daemon does not know the memory that an earlier daemon gave the worker, so replace it or drop it.
             effects.append(DropParkMemory(lease.lease_id))
             self._prepare_host(lease, effects)
         # An operation was waiting, so the session counts as used now.
@@ -547,7 +547,7 @@ class Parking(ParkingViews):
             state.is_repeated = True
 
     def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, effects: list[Effect]) -> None:
-        """Have the card polled again after a failed return: the session's bytes must not be on it."""
+        """Have the card polled again after a failed return, to prove that the session's bytes are not on it."""
         lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
@@ -606,13 +606,13 @@ class Parking(ParkingViews):
 
     @property
     def patience_ns(self) -> int:
-        """Time for which an acquire waits while others are parked for it, even if it asked not to wait for room."""
+        """Time for which an acquire waits while sessions are parked for it, even if it asked not to wait for room."""
         return self._store.limits.session_timeout_s * NS_PER_S
 
     def may_make_room(self, candidates: tuple[CardAccount, ...], terms: LeaseTerms, now_ns: int) -> bool:
         """Return whether parks, in progress or possible now, could make room for an acquire."""
-        # Parks can't empty a card for a lease that must be alone there, because parked leases keep their contexts on
-        # it.
+        # Parks can't empty a card for a lease that needs the whole card, because parked leases keep their contexts
+        # there.
         if terms.exclusivity in ALONE or not self._store.parkable:
             return False
         able = [account for account in candidates if account.has_parkable_room(terms) and not account.exclusive_leases]

@@ -118,13 +118,13 @@ class CardRow:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredState:
-    """Records of an earlier table that need no action.
+    """Records of an earlier table that the new one takes over without further action.
 
     Attributes:
         tombstones: Leases that were torn down, oldest first.
         revoked: Marks (`table_state.mark_of`) of all leases that ever ended by revocation, ascending.
         cleared: Marks of all leases with a cleared fence, ascending.
-        fenced_warm: Warm contexts with fenced bytes. Those of missing cards are skipped.
+        fenced_warm: Warm contexts with fenced bytes. Contexts on cards that are missing now are skipped.
         drain_ns: Time at which a drain ends the remaining leases; None if the node is not drained.
         epochs: Names and the highest epoch that each had here (`epochs.HighestEpochs`).
         card_drains: Each drained card by UUID, with the time at which its drain ends its leases.

@@ -220,8 +220,8 @@ class AcquireRates(Rates):
         interval_ns = NS_PER_MINUTE // limits.acquires_per_minute
         if early_ns := self.early_ns(tenant, interval_ns, limits.acquire_burst, now_ns):
             return early_ns
-        # If the table is full, forget the tenants with a full bucket, who lose nothing by that. If no tenant has a full
-        # bucket, refuse the new tenant for one interval rather than lose another tenant's count.
+        # If the table is full, forget the tenants with a full bucket, who lose nothing by that. If no bucket is full,
+        # refuse the new tenant for one interval, so that no other tenant's count is lost.
         if tenant not in self.full_at_ns and len(self.full_at_ns) >= MAX_RATES:
             self.full_at_ns = {name: due_ns for name, due_ns in self.full_at_ns.items() if due_ns > now_ns}
             if len(self.full_at_ns) >= MAX_RATES:
@@ -385,7 +385,7 @@ class CoreLimits:
             added_later=True,
         ),
     ] = 1.0
-    # Otherwise a session that has returned could be parked again before its tenant has used it.
+    # Stops a session that has just returned from being parked again before its tenant has used it.
     park_stay_ms: Annotated[
         int,
         Setting(

@@ -351,7 +351,7 @@ class Regions(RegionViews):
     ) -> None:
         """Change the word of a region that ends, and refuse its client if it still waits for the grant.
 
-        The word comes before any other effect of the end, so that no launch that names the region starts after it.
+        The new word is the first effect of the end, so that afterwards no launch that names the region starts.
         """
         # The state changes first: the word is made from it.
         region.move(cause, now_ns)
@@ -590,7 +590,7 @@ def _was_shown_free(lease: Lease) -> bool:
 
 
 def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
-    """Return the denial for a region for which an active lease has no room; None if it has."""
+    """Return the denial for a region that does not fit into an active lease; None if it fits."""
     room_bytes = lease.region_room_bytes
     # Name the bound that the tenant can do something about: check from the session down to the bytes.
     if lease.own_submit_bytes:

@@ -130,7 +130,7 @@ class Restoration:
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, effects: list[Effect]) -> None:
         """Add a submit of a restored lease. If the lease continues, so does the submit; otherwise it is killed.
 
-        The bytes of one that its lease can't have are held, too, until they are proved free.
+        If the lease can't have a submit, its bytes are held until they are proved free.
         """
         if self._teardown.submits.restore(event, now_ns, effects):
             return

@@ -173,7 +173,7 @@ class Submits(SubmitViews):
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
-        # Report the lease's end as the reason to both clients: that of the current submit, and that of the waiting one.
+        # Report the lease's end as the reason to two clients: the one with the current submit, and the one that waits.
         denial = denials.lease_ended(lease.snapshot())
         self._refuse_next(lease, denial, effects)
         if submit is not None:
@@ -465,7 +465,7 @@ class Submits(SubmitViews):
 
     def _stop(self, submit: Submit, cause: Cause | None, reason: str, now_ns: int, effects: list[Effect]) -> None:
         state_before, submit.state, submit.reason = submit.state, SubmitState.ENDING, reason
-        # The revocation word comes first, so that the worker starts nothing after it.
+        # Set the revocation word first, so that the worker starts nothing from then on.
         effects.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
             self._prove(submit, now_ns, effects)

@@ -95,7 +95,7 @@ class LeaseTable:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._store = LeaseStore(cards, self._limits, warm_contexts, recycling, order)
-        # The modules share the store, and each changes only its own part of it. All of them may use the teardown.
+        # The modules share the store, and each changes only its own part of it. Each may use the teardown.
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions

@@ -183,7 +183,7 @@ class LeaseStore:
         is_clean = is_clean and lease.tenant not in self.renamed
         if self.recycling is None or lease.is_restored or not lease.warm_id or not is_clean:
             return False
-        # The context has served too often, or the card has no place left for this tenant's contexts.
+        # Check whether the context has served too often, and whether the card may keep one more context of this tenant.
         account = self.account_by_uuid[lease.card_uuid]
         is_worn = lease.served + 1 >= self.recycling.max_leases
         has_place = account.contexts_to_drop(lease.tenant, self.recycling.max_idle) is not None
@@ -301,8 +301,8 @@ class LeaseStore:
         )
 
     def charge_bytes(self, number: int) -> int:
-        """Return the bytes that one worker may hold on its card (session, submit or warm context); 0 if unknown."""
-        # A lease's charge covers its submit, which is a process of its own and has its own part.
+        """Return the bytes that the worker of a session, submit or warm context may hold on its card; 0 if unknown."""
+        # A lease's charge includes its submit, which runs in a separate process with its own part of the bytes.
         lease, other = self.live.get(number), self.submits.get(number) or self.warm.get(number)
         if other is not None:
             return other.charge_bytes
@@ -394,7 +394,8 @@ class LeaseStore:
         self._forget_claim(lease)
         self.live_by_tenant[lease.tenant] -= 1
         self.bytes_by_tenant[lease.tenant] -= lease.terms.size_bytes
-        # Tenants without a lease have no entry, so that the counters do not grow with every tenant that ever came.
+        # Drop the entry of a tenant without a lease, so that the number of entries does not grow with every tenant ever
+        # seen.
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
@@ -440,12 +441,12 @@ class LeaseStore:
         lease.region_bytes += region.charge_bytes
         lease.region_number = max(lease.region_number, region.number)
         lease.is_reshaped = lease.has_session = True
-        # A returned region only keeps bytes in its place. Its slot may be another region's.
+        # A returned region only keeps bytes at its addresses. Its slot may belong to another region by now.
         if region.state is not RegionState.RETURNED:
             lease.slots[region.slot] = region
 
     def return_region(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int) -> None:
-        """Return a region's slot, and its bytes except those kept in its place, to its lease, and remember it."""
+        """Return a region's slot and the bytes that it no longer keeps to its lease, and remember the region."""
         # The bytes that the region holds before and after: kept bytes stay charged.
         before_bytes = region.charge_bytes
         region.move(trigger, now_ns)
@@ -459,7 +460,7 @@ class LeaseStore:
             self.forget_region(lease, region)
 
     def forget_region(self, lease: Lease, region: TableRegion) -> None:
-        """Forget a returned region, and return the bytes kept in its place to its lease."""
+        """Forget a returned region, and return the bytes that still occupied its addresses to its lease."""
         lease.region_bytes -= region.charge_bytes
         del self.regions[region.region_id], lease.regions[region.region_id]
 
@@ -614,7 +615,7 @@ class WaitQueue:
 
     def bytes_of(self, tenant: str) -> int:
         """Return the sum of bytes that the tenant's queued acquires ask for."""
-        # The queue is searched only for tenants in it, so that a common acquire costs one look-up.
+        # Search the queue only if the tenant is in it, so that an ordinary acquire costs one look-up.
         waiters = self._waiters.values() if tenant in self._by_tenant else ()
         # The bytes of a session that is to return count with its lease.
         tenant_acquires = (

@@ -94,7 +94,7 @@ class Teardown:
         Args:
             lease: The lease to end.
             cause: Why the lease ends.
-            reason: The same as a text for people.
+            reason: The cause as a sentence for people.
             now_ns: Monotonic time.
             effects: Receives the effects.
             denial: Reply to the acquire; None for a reply that says how the lease ended.

@@ -223,7 +223,7 @@ def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Ite
         if begin_ns < finish_ns:
             yield begin_ns, finish_ns, 1.0
             end_ns, rest_ns = begin_ns, rest_ns - (finish_ns - begin_ns)
-    # The rest of the busy time is somewhere before these.
+    # The rest of the busy time lies at unknown times before these two intervals.
     if rest_ns:
         if end_ns - from_ns < rest_ns:
             # The intervals contradict the busy time: count the busy time that the worker claims.

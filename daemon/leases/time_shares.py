@@ -81,7 +81,7 @@ _LATE: Final = 0.98
 """A session that would finish its part after this fraction of the round is not limited: it could hardly take more."""
 
 _ALL: Final = 0.999
-"""A part of at least this fraction of the demand counts as all of it; the rest is rounding."""
+"""A session that gets at least this fraction of its demand counts as getting all of it; the difference is rounding."""
 
 _IDLE_PART: Final = 0.01
 """Fraction of a round that is allowed to be idle: between kernels there are gaps that no tenant can fill."""
@@ -126,13 +126,13 @@ class TimeShares:
     def __init__(self) -> None:
         # The balances of tenants, by name, and of sessions, by number.
         self._balance_ns: dict[Key, float] = {}
-        # The parts in the last round of those that got less than their demand, or that have a cap.
+        # The parts, in the last round, of all tenants and sessions that got less than they demanded or that have a cap.
         self._parts: dict[Key, float] = {}
         # Each session's part of the next round, before debts and credits.
         self._shares: dict[int, float] = {}
         self._at_cap: set[str] = set()
-        # Whether a tenant got less than its demand because of others, and the extra time to give away because sessions
-        # pause.
+        # Whether other tenants kept a tenant from getting its demand; then the extra time that is given away because
+        # sessions pause.
         self._is_short = False
         self._slack_ns = 0.0
         self._allowances: dict[int, int] = {}
@@ -337,7 +337,8 @@ class TimeShares:
         time = session.time
         if session.session in self._turns:
             return round_ns
-        # It was held back by its allowance if that is used up, by its turns, or by a latency session if one is obeyed.
+        # One of three things held it back: its allowance, if that is used up; its turns; or a latency session that is
+        # obeyed.
         if (time.is_held or time.more_held_ns) and (
             self._is_spent(session) or session.session in self._turns or self._obeyed
         ):
@@ -373,8 +374,8 @@ class TimeShares:
         """Add to each balance its part of the last round less the time that was used."""
         spent = {session.session: self._spent_ns(session, more_ns) for own in by_tenant.values() for session in own}
         used = {tenant: sum((spent[session.session] for session in own), 0.0) for tenant, own in by_tenant.items()}
-        # The part of a tenant that was limited by its cap is a part of the wall time, every other part is one of the
-        # used time.
+        # If its cap limited a tenant, the tenant's part is a fraction of the wall time. All other parts are fractions
+        # of the used time.
         balances_ns: dict[Key, float] = {}
         for tenant in by_tenant:
             balances_ns[tenant] = self._balance_ns.get(tenant, 0.0)
@@ -425,19 +426,21 @@ class TimeShares:
         for tenant, own in by_tenant.items():
             if all(session.latency_word is None for session in own):
                 continue
-            # Compute its part by weights among the tenants with demand; alone, it gets the whole card.
+            # Compute the tenant's part by its weight, relative to the other tenants with demand. Alone, it gets the
+            # whole card.
             others = sum(weights[other] for other in by_tenant if other != tenant and demand_by_tenant[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
             owed_ns = before.get(tenant, 0.0) + due_ns - sum(session.time.more_gpu_ns for session in own)
             self._latency_balance_ns[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)
-            # Use two bounds, so that this does not change in every round. A new tenant is obeyed.
+            # Use two bounds, so that a tenant near the limit does not change sides in every round. A new tenant is
+            # obeyed.
             if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
                 obeyed.add(tenant)
         self._obeyed = obeyed
 
 
 def _forgive(balances_ns: dict[Key, float], keys: Sequence[Key]) -> None:
-    """Reduce debts that all of `keys` have in common: they owe them to others, who got their demands."""
+    """Reduce the debt that all of `keys` share: their creditors have since got everything that they demanded."""
     if keys and (least_ns := max(balances_ns[key] for key in keys)) < 0.0:
         for key in keys:
             balances_ns[key] += min(-least_ns, ROUND_NS)
@@ -459,10 +462,10 @@ def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
 
 
 def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
-    """Divide a total by weights, giving each at most its bound. What one does not take is divided among the others."""
+    """Divide a total by weights, giving each key at most its bound. The others share what a bound leaves over."""
     parts: dict[AnyKey, float] = {}
     rest_ns, rest_weight = total_ns, sum(weights[key] for key in bounds)
-    # Go in the order in which they would reach their bounds if all got the same per unit of weight.
+    # Begin with the key that reaches its bound first if all grow in proportion to their weights.
     for key in sorted(bounds, key=lambda key: bounds[key] / weights[key]):
         parts[key] = min(bounds[key], rest_ns * weights[key] / rest_weight)
         rest_ns -= parts[key]
@@ -471,7 +474,7 @@ def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKe
 
 
 def busy_times(parts: Mapping[int, float]) -> dict[int, float]:
-    """Return how long each session is busy until it has its part, if all begin now and share the card equally."""
+    """Return each session's busy time when it has received its part, if all begin now and share the card equally."""
     times: dict[int, float] = {}
     elapsed_ns = done_ns = 0.0
     for number, (session, part_ns) in enumerate(sorted(parts.items(), key=lambda item: item[1])):

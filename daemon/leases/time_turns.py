@@ -48,12 +48,15 @@ _MOST_IDLE: Final = 0.15
 turns. A client that waits for its work before it launches more leaves about 1 ms idle each time."""
 
 _MOST_LATE: Final = 0.5
-"""Fraction of its turns that a session may leave unused while it waits: for a latency session, because its worker
-noticed the beginning late, or because a long kernel does not fit into the rest of the turn."""
+"""Fraction of its turns that a session may leave unused because it waits for a latency session, because its worker
+noticed the beginning of the turn late, or because a long kernel does not fit into the rest of the turn.
+"""
 
 _PATIENCE_NS: Final = 15 * NS_PER_MS
-"""Time beyond these fractions that a session may leave unused before it loses its turns: some turns in which its worker
-wakes late, or a gap of its client. With less, sessions that saturate the card would lose their turns by chance."""
+"""Time, beyond these allowed fractions, that a session may leave unused before it loses its turns: some turns in which
+its worker wakes late, or a gap of its client. With less, sessions that saturate the card would lose their turns by
+chance.
+"""
 
 _MIN_BAR_NS: Final = 200 * NS_PER_MS
 _MAX_BAR_NS: Final = 2 * NS_PER_S
@@ -66,7 +69,7 @@ _FORGET_NS: Final = 2 * _MAX_BAR_NS
 
 
 class TurnSchedule(NamedTuple):
-    """When a session has its turns.
+    """The schedule of a session's turns.
 
     Attributes:
         begin_ns: Time at which one of the turns begins, on the monotonic clock.

@@ -6,11 +6,11 @@
 2. A context is charged to its card like the context of a lease, so a lease that takes it over adds only its slice.
 3. Leases have priority: admission counts the pool's bytes as free, and contexts that occupy a placed lease's room are
    killed. The lease starts only once their bytes are proved free.
-4. A card that one lease has to itself keeps no contexts, and neither does a drained node. A lease's fence leaves the
-   rest of the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so
-   does a dropped one until its bytes are proved free. So if the driver loses every context, no more are fenced than the
-   setting requires. A fenced context that served a tenant does not count, because that tenant may have caused the
-   fence.
+4. A card that one lease has to itself keeps no contexts, and neither does a drained node. If a lease's bytes are
+   fenced, the pool may still use the rest of the card. Each fenced context reduces the pool by one until an operator
+   clears the fence, and so does a dropped one until its bytes are proved free. So if the driver loses every context, no
+   more are fenced than the setting requires. A fenced context that served a tenant does not count, because that tenant
+   may have caused the fence.
 5. A lease that loses its warm context before it is ready gets a new one, as if there were no pool.
 6. Submits take over contexts like leases, but only those that served no tenant. Their lease already holds the bytes of
    a second context, so the pool's bytes for it become free.
@@ -247,7 +247,7 @@ class WarmPool:
     ) -> None:
         """Drop the worker of a lease that continues without it.
 
-        The worker holds these bytes until they are proved free.
+        The worker holds `charge_bytes` until they are proved free.
 
         `is_gone`: Whether its process was reaped.
         """
@@ -269,9 +269,9 @@ class WarmPool:
         return context is not None
 
     def hold(self, lease: Lease, charge_bytes: int, effects: list[Effect]) -> int:
-        """Set aside the worker of a lease, which holds these bytes. Returns its id as a context.
+        """Set aside the worker of a lease; `charge_bytes` are the bytes that it holds. Returns its id as a context.
 
-        Then the lease has no worker. `take_held` or `drop_held` ends this.
+        Afterwards the lease has no worker, until `take_held` returns this one. `drop_held` drops it instead.
         """
         self._last_leftover_id += 1
         context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "", lease.lease_id)

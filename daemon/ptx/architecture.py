@@ -1,4 +1,4 @@
-"""The embedded driver's architecture: as a card's, it decides which images load (PTX ISA section 11.1.2, `.target`)."""
+"""The embedded driver's architecture, which decides which images load, as a card's does (PTX ISA 11.1.2, `.target`)."""
 
 import re
 from typing import Final
@@ -6,12 +6,14 @@ from typing import Final
 from gpulease.protocol.fast_dataclass import dataclass
 
 NEWEST_PTX: Final = (9, 5)
-"""The newest PTX version: this driver does not know what later ones add."""
+"""The newest PTX version that this driver accepts."""
 
 _TARGET: Final = re.compile(r"sm_([1-9]\d{1,2})([af]?)", re.ASCII)
-# By their numbers, the compute capabilities of real cards.
+# Major times 10 plus minor.
 _KNOWN: Final = frozenset((50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
-"""The capabilities that cards have; a setting with a typing error would refuse images that the user's card takes."""
+"""The compute capabilities of real cards. Refusing any other number finds a mistyped setting, which would otherwise
+reject images that the user's card accepts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Architecture:
         if match is None:
             return f"the target must be an architecture like sm_90, not {target[:60]!r}; this device is {self}"
         number, suffix = int(match[1]), match[2]
-        # A newer card runs older code, never the other way round.
+        # A card runs code for older cards, never code for newer ones.
         if number > self.number:
             return f"the image is for {target}, this device is {self}"
         # Suffix "a": architecture-specific, for exactly this capability. Suffix "f": for its family, one major version.
@@ -45,13 +47,13 @@ class Architecture:
 
 
 def takes_long_parameters(version: tuple[int, int], target: str) -> bool:
-    """Say whether kernels of such an image may have more than 4352 bytes of parameters (PTX ISA section 5.1.6.1)."""
+    """Return whether kernels of an image may have more than 4352 bytes of parameters (PTX ISA section 5.1.6.1)."""
     match = _TARGET.fullmatch(target)
     return match is not None and version >= (8, 1) and int(match[1]) >= 70
 
 
 SM_90: Final = Architecture()
-"""The default: what most PTX in use runs on."""
+"""The default: most PTX in use runs on it."""
 
 
 def parse_architecture(text: str) -> Architecture:

@@ -70,7 +70,8 @@ from gpulease.daemon.ptx.stream import LaunchQueue, host_threads, stream_code
 from gpulease.protocol.limits import MAX_EVENTS
 
 _SPACES = tuple(Space)
-# What happened, by the access's kind; the place follows. The braces stand for the fault record's `address`.
+# The beginning of an error, by the kind of access. The space and address are appended. Braces stand for the record's
+# `address`.
 _EVENTS: dict[int, str] = {
     Access.TRAP: "trap executed",
     Access.BREAKPOINT: "breakpoint without a debugger executed",
@@ -78,7 +79,7 @@ _EVENTS: dict[int, str] = {
     Access.NO_FUNCTION: "call through {:#x}, which is not a function with these parameters,",
     Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
     Access.NO_TARGET: "branch by the index {}, which is past its targets,",
-    # Faults where threads wait for one another; the number is the barrier's, or the member mask.
+    # Faults of threads that wait for one another. The number is that of the barrier, or the member mask.
     Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
     Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
     Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
@@ -432,7 +433,7 @@ class CpuContext:
         """Load a module; `adopt_parked` has brought its variables (`Context.adopt_module`)."""
         try:
             saved_place = ModulePlace.from_numbers(place)
-            # Numbers of kernels that were unloaded meanwhile stay unused, as in the other context.
+            # Numbers of kernels that were unloaded stay unused, as in the other context.
             self._next_number = saved_place.first_number
             return self._load(image, admit_all, saved_place)
         except (ImageRejected, ValueError, TypeError) as error:
@@ -512,7 +513,7 @@ class CpuContext:
 
     def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Compare two stamps (`Context.elapsed_ns`)."""
-        # Both stamps are nanoseconds of one clock, so their difference needs no rounding.
+        # Both times are nanoseconds of one clock, so their difference needs no rounding.
         return self._time_ns(end) - self._time_ns(start)
 
     def event_times_ns(self, events: Sequence[DriverEvent]) -> list[int]:
@@ -645,9 +646,9 @@ class CpuContext:
         return CardProgress(ctypes.addressof(self._stream.state), idle, mark, reached, prepare=_nothing, sleeps=False)
 
     def _record(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """Return the bytes that native/submit.ll takes: a launch's head, and whether threads share its blocks.
+        """Return the bytes that native/submit.ll expects: a launch's head, and whether threads share its blocks.
 
-        None means that native code can't launch it: the ordinary way then words the refusal.
+        None means that native code can't launch it; `launch` then reports the reason.
         """
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
@@ -815,7 +816,7 @@ def _pass(kernel: DriverKernel) -> None:
 def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
     """Raise LaunchRejected for a grid or block that no card, or not this kernel, would take."""
     x, y, z = grid
-    # The grid's bounds are those of every card, the block's too; the kernel may set tighter ones.
+    # The bounds of grid and block are those of every card. The kernel may set tighter ones.
     if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
         raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
     x, y, z = block

@@ -45,12 +45,12 @@ class CpuDriver:
         return self._open(slice_bytes)
 
     def rewind(self, context: Context) -> Opening:
-        """Close a warmed-up context; what the next one reuses, code and touched pages, belongs to the process."""
+        """Close a warmed-up context. The next context reuses code and touched pages, which belong to the process."""
         context.close()
         return self._open
 
     def recycle(self, context: Context) -> Opening:
-        """Close a lease's context: memory that its kernels could reach goes back to the host, as their code does."""
+        """Close a lease's context. Its code, and the memory that its kernels could reach, are returned to the host."""
         # A context that can't close has a running kernel, so this process must not serve another lease.
         context.close()
         if not isinstance(context, CpuContext) or not context.is_closed:

@@ -1,8 +1,8 @@
-"""Translate an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
+"""Translates an image, keeps its code, and loads it into a context (the interface's `Module` and `Kernel`).
 
-Every fault of an image is found when the image is loaded. If a kernel can't be translated, the reason is kept, and its
-launches are refused with that reason; an image in which all kernels are such is refused itself. Kernels are compiled
-when they are first launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls
+Every fault of an image is found when the image is loaded. If a kernel can't be translated, the reason is kept, and the
+kernel's launches are refused with it. If no kernel can be translated, the image is refused. Kernels are compiled when
+they are first launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls
 functions by name, and finds variables in a table that each launch names. So this process or a later one can use it
 again (`daemon/native/code_cache.py`).
 """
@@ -56,7 +56,7 @@ _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """The facts of one kernel that loading needs; kept between processes, so only plain values.
+    """The facts about one kernel that loading needs. They are plain values, because they are kept between processes.
 
     Attributes:
         required_block: The block that the kernel's .reqntid demands, or None.
@@ -290,7 +290,7 @@ def _kept_image(key: bytes) -> TranslatedImage | None:
 
 
 def _keep(key: bytes, translated: TranslatedImage) -> None:
-    # A constant past 64 bits can't be kept; no compiler writes one.
+    # A constant of more than 64 bits can't be kept; no compiler writes one.
     with suppress(OverflowError):
         keep(key, translated.to_bytes())
 
@@ -314,7 +314,7 @@ class _Handles:
         return self._next - HANDLE_STEP
 
     def keep_free(self, handle: int) -> None:
-        """Never give out this handle: a module that came from another process has it."""
+        """Never assign this handle, because a module that came from another process has it."""
         self._next = max(self._next, handle + HANDLE_STEP)
 
 
@@ -439,9 +439,10 @@ def load(
     shuffle: int | None = None,
     place: ModulePlace | None = None,
 ) -> CpuModule:
-    """Translate an image and place its variables. Raises ImageRejected, and keeps no memory then.
+    """Translate an image and allocate its variables. Raises ImageRejected, and then keeps no memory.
 
-    With a `place`, which another context gave it, the arena has its variables already, with their bytes; it must fit.
+    `place` describes a module from another context, whose variables, with their contents, are in the arena already. The
+    image must match it.
     """
     # Step 1: the code, perhaps from the cache, and the caller's consent to the memory it takes.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
@@ -456,7 +457,7 @@ def load(
     if place is None:
         _relocate(variables, address_of | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
-    # Step 3: the table in which compiled code finds both, in the order the translation counted them.
+    # Step 3: make the table in which compiled code finds both, in the order in which the translation numbered them.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
     # Step 4: a kernel object for each entry point.
     kernels = {

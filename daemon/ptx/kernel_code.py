@@ -30,7 +30,9 @@ FIRST_EFFORTS: Final[Mapping[Effort, Effort]] = {
     # As with its own effort, nothing is inlined: the code is long.
     Effort.SOME: Effort.LEAST,
 }
-"""The effort of a part's first code, by its own effort, which takes several times as long. Other parts have none."""
+"""The effort for a part's first code, by its full effort, which takes several times as long. Parts with another effort
+are compiled once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class PartSource:
 
     @property
     def first_effort(self) -> Effort:
-        """The effort of its first code. Raises KeyError if it has none."""
+        """The effort of the part's first code. Raises KeyError if the part is compiled only once."""
         return FIRST_EFFORTS[Effort(self.effort)]
 
     @property

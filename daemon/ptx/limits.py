@@ -20,7 +20,8 @@ def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hi
 
 # --- PTX text --------------------------------------------------------------------------------------------------
 
-# Stops text that takes seconds to scan before anything else can refuse it. nvcc's largest kernels are a few MB.
+# Stops texts that would take seconds to scan before any other limit could refuse them. nvcc's largest kernels are a few
+# MB.
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 
 # Blocks within blocks: stops text like "{{{{" from growing the scope stack without end.
@@ -35,8 +36,9 @@ MAX_INSTRUCTIONS = 1 << 15
 # Instructions of all kernels and functions of an image: each is an object of about 700 bytes while the image is loaded.
 MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
-# Instructions of a kernel into which functions are inlined because their loops watch memory. Each such loop keeps the
-# registers that are live in it, so a larger kernel could be refused for what it keeps; with calls instead, it loads.
+# Instructions of a kernel into which functions are inlined because their loops watch memory. Each such loop saves the
+# registers that are live in it, so a larger kernel could exceed the limit on saved registers. If the functions are
+# called instead, the kernel loads.
 MAX_WATCHING_INSTRUCTIONS = 8192
 
 # Each function takes a compiled function and a table entry.
@@ -86,11 +88,11 @@ MAX_SIMPLIFIED_ACCESSES = 1024
 # is four fifths as fast.
 MAX_OPTIMISED_LINES = 200_000
 
-# A kernel is compiled in a fraction of the time at first, and optimised before the launch that follows this time in its
-# first code, which takes up to four times as long. Optimising takes about as long as this: a kernel that needs it has
-# cost at most twice as much as if that had been known. The second is for each byte of compressed IR: kernels of 58 to
-# 300 KB took 12 to 50 us a byte on a busy host, half of that on an idle one. The third is for those that are only
-# simplified: kernels of 350 to 880 KB took 5 to 12 us a byte on a busy host.
+# A kernel is first compiled quickly, to code that runs up to four times as long. After launches have run this long in
+# the first code, the kernel is optimised before its next launch. Optimising takes about this long, so a kernel costs at
+# most twice as much as if it had been optimised at once. FIRST_CODE_NS is the minimum; the other two are per byte of
+# compressed IR. Optimising kernels of 58 to 300 KB took 12 to 50 us a byte on a busy host, half of that on an idle one.
+# Kernels that are only simplified, of 350 to 880 KB, took 5 to 12 us a byte on a busy host.
 FIRST_CODE_NS = 100_000_000
 FIRST_CODE_NS_PER_BYTE = 25_000
 FIRST_CODE_NS_PER_SIMPLIFIED_BYTE = 7_000
@@ -104,11 +106,12 @@ MAX_OPTIMISED_FUNCTIONS = 128
 # Steps along calls to find what each kernel reaches: hostile images could make it kernels times functions.
 MAX_CALL_GRAPH_STEPS = 1 << 19
 
-# The .param variables of one function's calls, each of which is in its frame before optimisation.
+# Bytes of the .param variables of all calls in one function: before optimisation, each of them is in the function's
+# frame.
 MAX_CALL_BYTES = 1 << 18
 
-# Labels of one .branchtargets or functions of one .calltargets. Each indexed branch has all labels of its list as
-# operands, so those count as instructions, too.
+# Labels of one .branchtargets, or functions of one .calltargets. An indexed branch has all labels of its list as
+# operands, so the labels count as instructions, too.
 MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------
@@ -119,8 +122,8 @@ MAX_HELD_CODE_BYTES = 64 << 20
 
 # --- Calls -----------------------------------------------------------------------------------------------------
 
-# The native stack that a thread's calls may take, and that of the host thread which runs them: a function checks that
-# its frame fits the first, and the second has room for one more of the largest.
+# The native stack that a thread's calls may use, and the stack of the host thread that runs them. A function checks
+# that its frame fits into the first; the second has additional room for one frame of maximum size.
 MAX_CALL_STACK_BYTES = 16 << 20
 STREAM_STACK_BYTES = 32 << 20
 
@@ -161,23 +164,27 @@ MAX_LIVE_REGISTERS = 2048
 # matrices after another have up to 256 at each of hundreds.
 MAX_SAVED_REGISTERS = 250_000
 
-# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes up to
-# three times as long to compile, the worst at this number nine seconds. nvcc's loops, unrolled, stay under a sixth;
-# Triton's products of matrices, its attention and stencils of nine planes take most of it.
+# Kernels longer than this, in instructions and in lines of IR, are compiled for one thread at a time. Code for lanes
+# takes up to three times as long to compile, at this length nine seconds in the worst case. nvcc's unrolled loops have
+# less than a sixth of this length; Triton's matrix products, its attention and stencils of nine planes have nearly all
+# of it.
 MAX_LANE_INSTRUCTIONS = 2048
 MAX_LANE_LINES = 40_000
 
-# Accesses and waits of such a kernel: code for lanes is optimised without what takes time in their square.
+# Accesses and waits of a kernel that is compiled for lanes. Such code is optimised without the passes that take time in
+# the square of this number.
 MAX_LANE_ACCESSES = 384
 
-# Blocks of a kernel that is translated for lanes. Each has a mask in every other's way: 64 made up of jumps back take
-# 0.2 s to compile, 128 one second, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.
+# Blocks of a kernel that is translated for lanes. Each block has a mask that the paths through all other blocks carry
+# along: 64 blocks, made of jumps back, take 0.2 s to compile, 128 one second, 250 minutes. nvcc's kernels have tens, of
+# which few separate the lanes.
 MAX_LANE_BLOCKS = 128
 
-# Registers that such threads save and bring back at all barriers together: each way is a line or two of IR.
+# Registers that threads in lanes save and restore at all barriers together. Each save and each restore is a line or two
+# of IR.
 MAX_LANE_SAVED_REGISTERS = 4096
 
-# Most bytes that such threads keep at a barrier, per group of them; rows of one thread make 1024 groups of a block.
+# Bytes that a group of threads in lanes keeps at a barrier. A block with rows of one thread has 1024 groups.
 MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
 
 # --- Printing --------------------------------------------------------------------------------------------------
@@ -188,7 +195,7 @@ HEAP_BYTES = 8 << 20
 # Most bytes that kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
 MAX_PRINT_BYTES = 1 << 20
 
-# One format or one string.
+# Bytes of one format or one string.
 MAX_PRINT_TEXT = 4096
 
 # Each text of a failed assertion.
@@ -202,9 +209,10 @@ MAX_PRINT_WIDTH = 1024
 # Threads of the host that run blocks: each has a stack; kernels that keep more busy are rare.
 MAX_HOST_THREADS = 64
 
-# Blocks that run at a time, which may wait for one another: about 8 for each multiprocessor of a large card. What they
-# touch of these areas is host memory outside of any slice, so it has bounds of its own: four blocks with the most local
-# memory, and 215 with the most shared memory, of which a large card holds 132.
+# Blocks that run at a time, so that they may wait for one another: about 8 for each multiprocessor of a large card. The
+# parts of these areas that they touch are host memory outside of any slice, so there are separate bounds: room for four
+# blocks with the maximum of local memory, and for 215 with the maximum of shared memory, of which a large card holds
+# 132.
 MAX_RESIDENT_BLOCKS = 1024
 RESIDENT_SHARED_BYTES = 48 << 20
 RESIDENT_LOCAL_BYTES = 256 << 20
@@ -215,8 +223,8 @@ RESIDENT_FRAME_BYTES = 80 << 20
 CHUNKS_PER_THREAD = 16
 MAX_CHUNK_BLOCKS = 64
 
-# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking one costs about 5 us, and as
-# much again before it does anything.
+# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking one costs about 5 us, and it
+# starts another 5 us later.
 WAKE_NS = 20_000
 
 # How often an idle thread polls for more work, yielding the core in between (about 0.3 us), before it sleeps.

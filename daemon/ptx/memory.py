@@ -160,7 +160,7 @@ class Areas:
 
     def spread(self, needs: KernelNeeds, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
         """Choose how a launch of blocks that each fit is divided among `hosts` threads."""
-        # Nothing to divide, and no block that could wait for a later one.
+        # There is nothing to divide, and no block can wait for a later one.
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
         # A block that may be set aside is handed out alone. Others are handed out in chunks, so that threads rarely
@@ -186,7 +186,8 @@ class Areas:
 # more than the largest that fits a block of half the size.
 _RED_ZONE_BYTES = GRANULE_BYTES
 
-# For how many slices each class has blocks: one for the lease's allocations, one for modules' variables.
+# Number of whole slices for which each class has enough blocks: one for the lease's allocations, one for modules'
+# variables.
 _SLICES_PER_CLASS = 2
 
 # Each allocation counts as at least this many bytes, so smaller allocations can't fill a slice completely.
@@ -372,7 +373,7 @@ class MemoryArena:
 
     def take_back(self, address: int, size_bytes: int) -> None:
         """Forbid a region's memory, and give its pages, and those of its shadow, back to the host."""
-        # Step 1: the shadow's pages that hold entries of this region alone are given back, which zeroes them.
+        # Step 1: release the pages of the shadow that have entries of this region only, which zeroes them.
         offset = address - self.memory.address
         first, end = (at // GRANULE_BYTES * _SHADOW_ENTRY_BYTES for at in (offset, offset + size_bytes))
         inner = min(end, round_up(first, mmap.PAGESIZE))

@@ -32,7 +32,8 @@ class ParkedMemory:
         self._host: memoryview | None = None
         # Of each allocation and region, by its offset in the arena: where its bytes are, and how many.
         self._saved: dict[int, tuple[int, int]] = {}
-        # The ring through which another context lends its bytes, and offset and size of all that comes through it.
+        # The ring through which another context lends its bytes, and the offset and size of each range that comes
+        # through the ring.
         self._ring: CopyRing | None = None
         self._ring_items: list[tuple[int, int]] = []
 
@@ -46,7 +47,7 @@ class ParkedMemory:
         return self._arena.allocated_bytes + self._regions.taken_bytes
 
     def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> PageMove:
-        """Copy everything to `host`, then give the pages back. A poll that raises leaves everything as it was.
+        """Copy everything to `host`, then release the pages. If the poll raises, nothing has changed.
 
         `ready`: Called before bytes of `host` up to its argument are used.
         """
@@ -202,7 +203,7 @@ class ParkedMemory:
 
 
 def _mapped(lent_fds: Sequence[int]) -> memoryview:
-    """Map what another context has lent, without changing it, and close the descriptors. Raises ImageMismatch."""
+    """Map the memory that another context has lent, read-only, and close the descriptors. Raises ImageMismatch."""
     try:
         if len(lent_fds) != 1:
             raise ImageMismatch(f"it has lent {len(lent_fds)} pieces of memory, not one")

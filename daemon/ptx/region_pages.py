@@ -1,6 +1,6 @@
-"""Regions on the embedded driver: the arena's addresses after the allocations, given out in turn and never again.
+"""Regions on the embedded driver. They get the addresses after the arena's allocations, each address only once.
 
-The end of a region takes it out of the shadow table, and its pages go back to the host. Generated code that finds
+At its end, a region is removed from the shadow table, and its pages are returned to the host. Generated code that finds
 nothing in the shadow table asks the table here (translate/access.py): in an ended region a load gives zeros, a store
 goes nowhere, an atomic operation gives zero, and each is counted.
 """
@@ -144,7 +144,7 @@ class EmbeddedRegions:
 
     def new_strays(self) -> list[tuple[int, int]]:
         """Return address and size of ended regions that were accessed; each region is returned once."""
-        # One sum over all regions makes the usual case, no stray access at all, a single comparison.
+        # One counter sums over all regions, so the usual case, no stray access, takes a single comparison.
         if self._head.strays == self._reported_strays:
             return []
         self._reported_strays = self._head.strays

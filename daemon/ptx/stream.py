@@ -117,7 +117,7 @@ class Helpers:
             try:
                 thread = NativeThread(code, "run_helper", self.address)
             except RuntimeError:
-                # The host gives this process no more threads: do with those that run.
+                # The host gives this process no more threads: continue with those that run.
                 break
             self._threads.append(thread)
         self.team.helpers = len(self._threads)
@@ -221,7 +221,8 @@ class LaunchQueue:
             self._helpers.start(stream_code())
             self.state.has_helpers = 1
         if self._thread is None:
-            # Start it before the launch counts as queued: if the host gives no thread, nothing would ever run it.
+            # Start the thread before the launch counts as queued: if the host gives no thread, the launch would never
+            # run.
             self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
             self.state.has_thread = 1
         # Step 3: fill the slot, then publish the count, then wake the loop: it must never read a half-written slot.

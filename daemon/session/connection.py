@@ -306,8 +306,9 @@ BELLS_BYTES: Final = 4096
 many bells."""
 
 QUANTUM_NS: Final = 1_000_000
-"""Longest time for which native code serves one connection before other connections, the broker and the broker's
-watchdog have their turn."""
+"""Longest time for which native code serves one connection before the worker attends to other connections and the
+broker.
+"""
 
 ALONE_QUANTUM_NS: Final = 4_000_000
 """QUANTUM_NS for a session's only connection, while the session has no regions (orders about regions are urgent). A
@@ -367,7 +368,7 @@ class Wire(Protocol):
         """
 
     def send_final(self, frame: bytes) -> None:
-        """Send what can be sent at once; otherwise the peer only sees that the connection is closed."""
+        """Send what fits without waiting. If that is not the whole frame, the peer only sees the close."""
 
     def close(self) -> None:
         """Close the socket, which ends the connection."""
@@ -576,7 +577,7 @@ class RingWire:
     def serve(self, serve_ring: Callable[[RingEnds], Outcome | None], spins_left: int) -> tuple[Outcome | None, int]:
         """Have native code serve the ring for a while. Returns why it stopped, and the number of spins left.
 
-        Native code moves the worker's counters in the ring; this method wakes the peer for it.
+        Native code moves the worker's counters in the ring, and then this method wakes the peer.
         """
         # Native code works on copies of the counters, which are loaded here and stored afterwards.
         ends, requests, replies = self._ends, self._requests, self._replies
@@ -824,7 +825,7 @@ class AttachedConnection:
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:
         """Return the error with which to drop the connection, if it has kept memory here for too long."""
-        # A paused connection is judged by what it reads, any other by what it sends.
+        # The idle time of a paused connection counts from its last read, that of any other from its last bytes.
         if self.send_buffer is not None:
             return ConnectionLost("the peer does not read its replies") if self.send_buffer.is_stale(now_s) else None
         if self.receive_buffer.is_mid_frame and now_s - self.received_at_s > FRAME_TIMEOUT_S:

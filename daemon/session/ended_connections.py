@@ -171,7 +171,7 @@ class EndedConnections(OperationHandler):
             except _StillRuns:
                 continue
             except KernelFault as fault:
-                # Keep the fault; an earlier one that is already kept goes first.
+                # Keep the fault. If an earlier one is kept already, that one is reported first.
                 self._resources.keep_fault(fault)
                 if fault.context_lost:
                     self._ended.remove(ended)
@@ -181,7 +181,7 @@ class EndedConnections(OperationHandler):
                 # lease ends.
                 self._ended.remove(ended)
                 continue
-            # Nothing is left of it.
+            # All objects of this connection are released.
             if frees_left:
                 self._ended.remove(ended)
         if frees_left != FREES_PER_TURN:

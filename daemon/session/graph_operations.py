@@ -41,8 +41,9 @@ MAX_GRAPHS: Final = 256
 in the driver."""
 
 MAX_SESSION_PARTS: Final = 32_768
-"""Maximum number of nodes, buffers, parameters and places in all graphs of a session together. Each takes a few bytes
-on the wire and a kilobyte here, so without this bound a tenant could fill the host's memory."""
+"""Maximum number of nodes, buffers, parameters and places of parameters' values, in all graphs of a session together.
+Each takes a few bytes on the wire and a kilobyte here, so without this bound a tenant could fill the host's memory.
+"""
 
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
 """Maximum number of bytes of the GRAPH_CREATE requests of a session's live graphs. They take host memory, which no
@@ -65,7 +66,7 @@ class _Parameter:
     Attributes:
         start: Offset of its value in the values of a GRAPH_LAUNCH; `end` is the offset after the value.
         places: (step, offset in that step's argument bytes) of each place that the value goes to.
-        value: The bytes that its places contain; None if that is not known.
+        value: The bytes that these places contain now; None if they are not known.
     """
 
     name: str
@@ -194,8 +195,8 @@ class GraphOperations(OperationHandler):
         if self._needs_set:
             raise no_set()
         number, session_graph, values = self._graph_of(memoryview(frame.payload))
-        # If the values are the same as last time, and the request is quiet, native code can serve such launches from
-        # now on.
+        # If the values equal those of the last launch, and the request is quiet, native code can serve the following
+        # launches with these values.
         is_repeated = (
             self.records.is_read and frame.flags and values == session_graph.latest_values and not session_graph.regions
         )
@@ -246,7 +247,7 @@ class GraphOperations(OperationHandler):
         if values != session_graph.latest_values:
             self.records.hide(number)
             self._bind(session_graph, values)
-        # A region may end between the check of its set and this one: the refusal must name the same launch.
+        # A region may end after its set was checked. This second check must then name the same launch in its refusal.
         if session_graph.regions:
             self._gate.admit_named(session_graph.regions, kernel, position)
         # Record the request id before the replay, because a fault may name it at once.

@@ -1,7 +1,7 @@
 """Moves a parked session into another process: the old process exports it as an image, the new one restores it.
 
-An export changes nothing in the session, which can continue until this process is killed. A session that has something
-that another process could not make again exactly can't leave; `check` raises the reason.
+An export changes nothing in the session, which can continue until this process is killed. A session can't leave if it
+has an object that another process could not recreate exactly; `check` raises the reason.
 """
 
 from collections.abc import Mapping, Sequence

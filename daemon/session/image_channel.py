@@ -18,7 +18,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all, fd_groups, receiv
 
 
 class ConnectionFds(NamedTuple):
-    """The descriptors of one connection; -1 for one that it does not have."""
+    """The descriptors of one connection; -1 for a missing one."""
 
     sock: int
     ring: int = -1

@@ -87,7 +87,7 @@ class LaunchOperations(OperationHandler):
         body, region_set, position = split_regions(payload)
         if not region_set and self._needs_set:
             raise no_set()
-        # No plan expects such a launch, because native code does not launch with attributes.
+        # No plan is expected to be followed by a LAUNCH_WITH, because native code can't launch with attributes.
         plan, args = self._planner.find(body, Opcode.LAUNCH_WITH)
         if region_set:
             self._gate.admit(region_set, position, plan.kernel.name)
@@ -130,7 +130,7 @@ class PrintedOperations(OperationHandler):
     """PRINTED.
 
     Args:
-        take: Returns and clears what was printed, and says whether some of it was lost.
+        take: Returns and clears the printed text, and says whether a part of it was lost.
     """
 
     def __init__(self, resources: SessionResources, take: Callable[[], tuple[bytes, bool]]) -> None:
@@ -170,7 +170,7 @@ def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
 def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> DriverLaunchAttributes:
     """Return the attributes of a LAUNCH_WITH. Raises Refused for values that are invalid on any card."""
     name = plan.kernel.name
-    # Refuse unknown flags: to ignore one could change what the tenant means.
+    # Refuse unknown flags: ignoring one could give the launch another meaning.
     if flags & ~int(LaunchFlag.COOPERATIVE):
         raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
     # All zeros mean no cluster.

@@ -128,7 +128,7 @@ class Ledger:
         self.make_room: Callable[[int], None] = _keep_all
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
-        # Modules: bytes in pages of their own, bytes in pages that they share, and the latter's maximum so far.
+        # Modules: bytes in separate pages, bytes in shared pages, and the maximum of the shared bytes so far.
         self._own_bytes = 0
         self._shared_bytes = 0
         self._most_shared_bytes = 0
@@ -164,7 +164,7 @@ class Ledger:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes charged to the slice that are not in pages of allocations and regions. Parking does not move them."""
+        """Bytes charged to the slice outside the pages of allocations and regions. Parking does not move them."""
         return max(0, self._overhead_bytes - self.rounding_bytes - self._allowance_bytes)
 
     @property
@@ -336,7 +336,7 @@ class Ledger:
 
         Also raises the errors of `make_room`. The bytes are those of `DriverModule`.
         """
-        # Its bytes beyond those that are charged already: its own pages, new shared pages, new kept memory.
+        # Count only bytes that are not charged yet: the module's own pages, new shared pages, new kept memory.
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
         if more_bytes > max(0, self.room_bytes):
@@ -506,8 +506,8 @@ class Ledger:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
-        # Look up the most frequent kind first. No size is 0, so `or` continues with the variables if the allocations do
-        # not have it.
+        # Look up the most frequent kind first. No size is 0, so `or` looks in the variables if no allocation has this
+        # handle.
         size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)

@@ -74,8 +74,9 @@ HELD_POLL_MS: Final = 100
 most this much too late."""
 
 PUMP_AWAKE_NS: Final = 5_000_000
-"""Time after the last progress of a ring in which the worker does not sleep between two looks at it: the card fills all
-buffers in 2 ms. A ring that nobody empties yet is looked at once a millisecond."""
+"""Time after a ring's last progress during which the worker polls the ring without sleeping: the card fills all buffers
+in 2 ms. While the peer does not empty the ring, the worker polls it once a millisecond.
+"""
 
 _PARKED: Final = Failure(
     Status.BUSY,
@@ -240,7 +241,8 @@ class SessionParking:
         self._report: ParkedReport | None = None
         # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
-        # The ring through which the next process gets this session's bytes; and the former process's, in that one.
+        # In the process that the session leaves: the ring that carries its bytes to the next process. In that next
+        # process: its end of the ring.
         self._lending: tuple[CopyRing, RingEnd] | None = None
         self._pumped_ns = 0
         self._borrowed: CopyRing | None = None
@@ -384,8 +386,8 @@ class SessionParking:
                 self._finish()
                 self._finish = None
         except LeaseOver:
-            # This process has only a part of what another one has lent, so it serves nothing, whatever the broker does
-            # with the lease.
+            # This process has only a part of the bytes that the former one lent, so it must serve nothing, whatever the
+            # broker does with the lease.
             self.is_misfit = self._is_borrowing
             self.outbox.append(ReturnFailedReport(order.number, "the lease has ended", self.is_misfit))
         except DriverError as error:
@@ -552,9 +554,9 @@ class SessionParking:
         return True
 
     def want(self) -> None:
-        """Ask the broker for the session's return, because a request waits for it.
+        """Ask the broker for the session's return, because a request needs the session.
 
-        Call this again while one waits: the broker is asked again if it does not answer for a long time.
+        Call this again while a request waits: it asks the broker again if the broker does not answer for a long time.
         """
         now_ns = time.monotonic_ns()
         if self._requested_ns is None or now_ns - self._requested_ns >= WANTED_AGAIN_NS:

@@ -137,7 +137,7 @@ class RegionMemory:
     # --- the page ---
 
     def use_page(self, fd: int) -> None:
-        """Use this regions page. It replaces an earlier one, which is read one last time before.
+        """Use this regions page in place of an earlier one, which is read for the last time first.
 
         If the descriptor is not a regions page, nothing changes: no region opens, and existing regions remain valid by
         the earlier page until their deadlines.

@@ -66,7 +66,7 @@ this time. The broker is about to order the region's end; the order is then read
 free within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
-"""An epoch that no page reaches: that of a set that was never compared, and of no set."""
+"""An epoch that no page reaches: stands for a set that was never compared, and for no set."""
 
 _U32_MASK: Final = (1 << 32) - 1
 
@@ -232,7 +232,7 @@ class RegionGate:
                 self._refuse_first(suspects, kernel, position, now_ns)
         elif chosen is self.current:
             return
-        # If the set or the stream is another one, the end of these regions must wait for this stream from now on.
+        # If the set or the stream has changed, the end of these regions has to wait for this stream from now on.
         if chosen is not self.current:
             self._leave_current()
             self.current, self._stream = chosen, self._resources.stream
@@ -340,7 +340,7 @@ class RegionGate:
             site=site,
             position=position,
         )
-        # The first refusal reports how the region ended, later ones FENCED.
+        # The first refusal reports how the region ended; later refusals report FENCED.
         region.is_reported = is_repeat or has_ended
         if self._may_report(now_ns, is_first=has_ended and not is_repeat):
             status = -failure.status
@@ -566,7 +566,7 @@ class RegionOperations(OperationHandler):
 
 
 def no_set() -> Refused:
-    """Return the refusal of a launch without a region set where each must name one."""
+    """Return the refusal of a launch that names no region set in a session where every launch must name one."""
     return Refused(
         Failure(
             Status.LAUNCH_FAILED,

@@ -133,7 +133,7 @@ class _Rehearsal:
                 attach = AttachOrder(1, sent, ring=True, arena_bytes=_ARENA_BYTES, owns=True, words=True)
                 send_message(broker, attach.to_map(), (connection.fileno(),))
                 send_message(broker, EndSession().to_map())
-            # `run` returns once it has served both.
+            # `run` returns after both connections were served.
             SessionServer(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
             if not select.select([tenant], [], [], 0)[0]:
                 raise RehearsalFailed("a connection that was handed over was not answered")

@@ -42,7 +42,7 @@ def failure_of(error: Exception, op: int) -> Failure:
 _REPLY: Final = int(Flag.REPLY)
 
 NO_NUMBER: Final = bytes(8)
-"""The request id that no request may have, as on the wire."""
+"""A request id that no request may have, as on the wire."""
 
 _EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
 """Empty successful replies by opcode: the session id, and the reply's bytes before and after the request id."""

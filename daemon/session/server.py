@@ -213,7 +213,7 @@ class SessionServer:
             # Step 4: serve the broker first, because it may have ended the lease.
             if (self._channel.fileno() in ready_fds or self._received) and not self._serve_broker():
                 return
-            # From now on another process may serve the session, so this one must not read from its connections.
+            # From now on another process may serve the session, so this process must not read from the connections.
             if self._has_left:
                 self._send_reports()
                 continue
@@ -460,7 +460,7 @@ class SessionServer:
             self._poll.unregister(connection.fd)
 
     def _check_parked(self) -> None:
-        """Ask the broker for the session's return if a request waits for it. After the lease's end, refuse them."""
+        """Ask the broker for the session's return if requests wait for it. After the lease's end, refuse these."""
         if not self._waits_for_return:
             return
         if self._session.refusal() is not None:
@@ -469,7 +469,7 @@ class SessionServer:
             self._session.parking.want()
 
     def _release_held(self) -> None:
-        """Serve the requests that have waited: the session has returned, or refuses them."""
+        """Serve the requests that waited for the session's return; if it can't return, they are refused."""
         # Put the held orders, in order, before the broker's other messages.
         self._received.extendleft(reversed(self._held_orders))
         self._held_orders.clear()
@@ -605,7 +605,7 @@ class SessionServer:
             finally:
                 received.close()
         except (DriverError, Refused, UnreadableImage, OSError) as error:
-            # The session is incomplete here, so serve none of it.
+            # The session is incomplete in this process, so serve no request of it.
             self._has_left = True
             parking.report(ReturnFailedReport(order.number, str(error), True))
             return
@@ -845,8 +845,8 @@ class SessionServer:
     def _arena_for(self, connection: AttachedConnection, memory_request: SharedMemoryRequest) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
 
-        Only one connection at a time may have it, because two clients would use the same bytes. A guest may not have
-        it: the client that had the arena before still maps it, and may belong to another tenant.
+        Only one connection at a time may have the arena, because two clients would use the same bytes. A guest may not
+        have it, because an earlier client, perhaps of another tenant, may still map it.
         """
         is_refused = connection.guest is not None or any(other.has_arena for other in self._connections.values())
         if not memory_request.arena_bytes or is_refused or not can_share(connection.sock):
@@ -1176,7 +1176,7 @@ class SubmitServer:
         submit.is_peer_gone = lambda: any(event & _GONE for _, event in hung_up.poll(0))
         submit.on_growth = self._report_growth
         try:
-            # There is one run at most; the frames before it carry its inputs.
+            # A submit runs once at most; earlier frames carry the run's inputs.
             while not submit.is_spent:
                 while (frame := self._reader.next_frame()) is not None and not submit.is_spent:
                     guest = self._guest

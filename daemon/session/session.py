@@ -169,7 +169,7 @@ class Session:
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._keeper = KeepOperations(resources)
         parts = (self._keeper, self._modules, self._graphs, self._region_sets)
-        # Ended connections hold the objects that they made until no work uses them.
+        # An ended connection keeps its objects until no work uses them.
         self.ended = EndedConnections(resources, parts, planner)
         ledger.holder = self.ended.unheld
         self.parts = SessionParts(
@@ -439,7 +439,7 @@ class Session:
         self._count_failure(op, error)
 
     def _keep_fault(self, fault: KernelFault) -> None:
-        """Keep a fault that was found outside a tenant's request. It is reported like any other."""
+        """Keep a fault that was found outside a tenant's request, so that it is reported like other faults."""
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
             return  # The connection that launched it has ended, and no other one could receive the report.
@@ -599,7 +599,7 @@ class Session:
         # The streams always end with the connection, whether or not its allocations do.
         self.streams.release(streams)
         if is_last and owns and not is_over:
-            # The pending failures concern only this connection's requests, so drop them.
+            # Nobody is left to receive the pending failures of this connection's requests, so drop them.
             self._pending_failure = self._next_failure = self._pending_from = None
             self._region_sets.release_ended()
 

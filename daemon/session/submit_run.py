@@ -52,7 +52,7 @@ class SubmitOperations(OperationHandler):
             raise BodyError("SUBMIT_RUN can't be quiet: its outputs are its reply")
         if self.is_spent:
             raise BodyError("this submit has already run: its context runs only one")
-        # Even a run that fails is the submit's only one.
+        # A submit has one run, even if it fails.
         self.is_spent = True
         body = parse_body(SubmitRun, frame.payload)
         # A typed VALUE is an ordinary VALUE plus a type, which is checked once the image's types are known.

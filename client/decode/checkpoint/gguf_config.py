@@ -104,7 +104,7 @@ def _gemma_3(metadata: Members, at: str, config: ModelConfig) -> ModelConfig:
         raise ModelRejected(
             f"{metadata.where}: {at}rope.scaling.factor must be at least 1, or 0 for none, not {factor}"
         )
-    # These files have no key for the scores' divisor. Only the 27B model has a divisor other than the heads' width.
+    # These files have no key for the divisor of attention scores. Only the 27B model's differs from the heads' width.
     is_27b = config.layers == LAYERS_OF_27B
     return replace(
         config,

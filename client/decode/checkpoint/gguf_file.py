@@ -84,8 +84,8 @@ class GgufFile:
         self._metadata = Members(header.metadata, self.name)
         self.config = gguf_config(self._metadata, entries[EMBEDDING].shape[0], HEAD not in entries)
         self.pooling = gguf_pooling(self._metadata)
-        # Llama 3's scaling comes as a tensor, not as metadata. It is not one of the model's weights.
-        # Gemma 3 has metadata for its scaling, and `check_names` refuses the tensor.
+        # Llama 3's scaling comes as a tensor, not as metadata. That tensor is not one of the model's weights. Gemma 3
+        # has metadata for its scaling, and `check_names` refuses the tensor.
         divisors = None if is_gemma else entries.pop(ROTARY_DIVISORS, None)
         self._split_experts(entries)
         check_names(self.config, entries, self.name)

@@ -182,8 +182,9 @@ def _windows(members: Members, kind: str, layers: int) -> tuple[int | None, ...]
     """Return each layer's window; () if none has one."""
     if kind == Family.LLAMA or not 1 <= layers <= MAX_LAYERS:
         return ()
-    # A Qwen has windows if a flag says so, by a list of its layers, or else in those from max_window_layers on. A Gemma
-    # has them by such a list, or else in all layers but each sixth, or as the file says.
+    # A Qwen has windows only if a flag says so: in the layers of a list or, without the list, in those from
+    # max_window_layers on. A Gemma has them in the layers of such a list or, without it, in all layers except every
+    # sixth; the file may give another interval.
     is_qwen = kind in (Family.QWEN2, Family.QWEN3)
     kinds = members.items("layer_types") if is_qwen or kind == GEMMA3_TEXT else []
     if kinds and (len(kinds) != layers or not all(isinstance(name, str) and name in LAYER_TYPES for name in kinds)):

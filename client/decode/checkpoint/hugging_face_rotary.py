@@ -47,7 +47,7 @@ class Rotary:
 
 
 def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
-    """Return the base of the rotary embeddings, their scaling, and the values of a head that they turn.
+    """Return the base of the rotary embeddings, their scaling, and how many values of a head they rotate.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
     `rope_parameters`, which takes precedence over members next to it. Phi3Config has only LongRoPE, with two older
@@ -120,7 +120,8 @@ def _scaling(members: Members, scaling: Members, theta: float, pairs: int, *, is
         factor = _factor(scaling)
         # A dynamic scaling takes effect only beyond max_position_embeddings, and no sequence is that long.
         return LinearScaling(factor) if kind == "linear" else None
-    # For this member the outer one takes precedence, as in transformers. If both are missing, it is the context.
+    # For this value the member of config.json takes precedence, as in transformers. If neither has one, it is the
+    # context.
     context = members.whole("max_position_embeddings")
     inner = PHI3_ORIGINAL_CONTEXT if is_phi3 else scaling.whole("original_max_position_embeddings", context)
     original = members.whole("original_max_position_embeddings", inner)

@@ -45,7 +45,7 @@ def folder_pooling(folder: Path) -> Pooling | None:
 
 
 def gguf_pooling(metadata: Members) -> Pooling | None:
-    """Return the pooling of a GGUF file's metadata; None if it has none. Raises ModelRejected for others."""
+    """Return the pooling in a GGUF file's metadata; None without one. Raises ModelRejected for unsupported ones."""
     name = f"{metadata.text('general.architecture')}.pooling_type"
     kind = metadata.whole(name, 0)
     if kind not in _GGUF_TYPES:

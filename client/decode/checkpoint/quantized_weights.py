@@ -127,7 +127,7 @@ class Quantization:
 
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor of the model is the weight of a linear that must be packed."""
-        # Both libraries leave the head as it is, whether it is listed or not.
+        # Both libraries leave the model's head unpacked, whether it is listed or not.
         if not name.endswith("_proj.weight"):
             return False
         # Look up the name's few parts rather than scan the list: it may have millions of names, and a model has
@@ -194,7 +194,7 @@ def packed_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: dict[str, FileTensor],
 ) -> Iterator[Tensor]:
-    """Take the tensors of packed weights out of `tensors`, and yield the weights that they make up.
+    """Take the tensors of packed weights out of `tensors`, and yield the weights that they contain.
 
     Args:
         quantization: What config.json says about them.
@@ -300,7 +300,7 @@ def _awq_tensor(
     scale_file = FileRows(scales.file, scales.offset, rows * 2)
 
     def values(begin: int, end: int) -> NDArray[np.uint8]:
-        # Two values a byte: those at places i and i + 32 of each 64 columns, as linear_awq reads them.
+        # Two values per byte: columns i and i + 32 of each group of 64, as linear_awq reads them.
         halves = _awq_rows(weight, columns, rows, begin, end).reshape(end - begin, -1, 2, 32)
         packed = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
         return packed.reshape(end - begin, -1)

@@ -53,7 +53,7 @@ class RandomCheckpoint:
             values = rounded_to_bf16(self._normal * np.float32(spread) + np.float32(mean))
             # Doubled, so that most chunks are a contiguous view, wherever they start.
             self._scaled[mean, spread] = np.concatenate([values, values])
-        # Each tensor starts at its own place of the period, so that no two are equal.
+        # Each tensor starts at a different position of the period, so that no two are equal.
         start = zlib.crc32(f"{self._seed} {name}".encode())
         return Tensor(name, shape, TensorType.BF16, _reader(self._scaled[mean, spread], start, shape[-1]))
 

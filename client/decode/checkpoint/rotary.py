@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """How positions turn the values of heads.
+    """The rotary embedding: how a position rotates the values of each head.
 
     Attributes:
         divisors: Divisors of the frequencies; all 1 if the frequencies are not scaled.
@@ -50,7 +50,7 @@ def rotation_of(config: ModelConfig, positions: int) -> Rotation:
 
     The rules are those of transformers' modeling_rope_utils. A linear scaling divides all frequencies by its factor.
     Llama 3's scaling multiplies wavelengths above original_context / low_frequency_factor by the factor, leaves those
-    below original_context / high_frequency_factor unchanged, and scales those in between partly. YaRN scales partly
+    below original_context / high_frequency_factor unchanged, and interpolates between the two limits. YaRN interpolates
     between the two pairs of a head's values that turn beta_fast and beta_slow times within the original context.
 
     LongRoPE has two lists of divisors. In transformers a sequence's length decides: when it exceeds the original
@@ -68,7 +68,7 @@ def rotation_of(config: ModelConfig, positions: int) -> Rotation:
         return Rotation(np.array(divisors, np.float64), scaling.attention_factor)
     if isinstance(scaling, YarnScaling):
         low, high = _yarn_range(config, scaling)
-        # 1 for the pairs before the range, 0 for those after it.
+        # The share is 1 for the pairs before the range, 0 for those after it, and falls linearly within it.
         share = 1.0 - np.clip((np.arange(len(frequencies)) - low) / (high - low), 0.0, 1.0)
         return Rotation(_partly_divided(share, scaling.factor), scaling.attention_factor)
     # How often each frequency turns within the original context.
@@ -166,7 +166,7 @@ def rotary_tables(
 
 
 def turned_order(config: ModelConfig) -> NDArray[np.int64]:
-    """Return the places in Hugging Face's order of a head's values in the kernels' order.
+    """Return, for each of a head's values in the kernels' order, its index in Hugging Face's order.
 
     The kernels turn value i of the first half together with value i of the second half. If only the first
     `turned_width` values turn, Hugging Face pairs these with each other. So in the kernels' order, each half begins

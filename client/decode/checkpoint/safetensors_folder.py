@@ -43,7 +43,7 @@ TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType
 """The types that are read, by safetensors' names."""
 
 ADAPTER: Final = "adapter_config.json"
-"""The file by which a folder has an adapter, as peft writes it."""
+"""The file that shows that a folder contains an adapter, as peft writes it."""
 
 TURNED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 """Suffixes of the names of tensors with rows that positions turn."""

@@ -274,7 +274,7 @@ def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float3
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # Pass the data as one row, because the library computes 16 rows together, which is slow for short rows. Suppress
+    # Pass the data as one row, because the library processes 16 rows together and is slow if they are short. Suppress
     # warnings about infinite scales in a broken file.
     with np.errstate(invalid="ignore", over="ignore"):
         values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])

@@ -59,8 +59,9 @@ COPIES: Final = 2
 the second."""
 
 WINDOWS: Final = 6
-"""Number of windows: those that the card copies, and those that threads fill meanwhile. The first use of each costs the
-host new pages, which the card's driver must register."""
+"""Number of windows: the card copies some while threads fill the others. The first use of each costs the host new
+pages, which the card's driver must register.
+"""
 
 READERS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Number of threads that read and convert. If all copy from the page cache, each reaches 5 GB/s, and a card's bus
@@ -167,7 +168,7 @@ class _Image:
         self._norm = _f32_of(checkpoint.tensor(NORM))
         # A tied head reads the embedding's plane, so its weights are loaded once, and stay bf16.
         self._head = None if config.is_tied else _linear_of((checkpoint.tensor(HEAD),), packed)
-        # Cosines and sines, and those of layers with a window, if these have a different base.
+        # The cosines and sines; then those of layers with a window, if these layers have a different base.
         rotation = cache(lambda: checkpoint.rotation(positions))
         makers: list[Callable[[int, int], Planes]] = [lambda begin, end: rotary_tables(config, rotation(), begin, end)]
         if config.local_rope_theta is not None:
@@ -583,7 +584,7 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
 
 def _bf16_of(*tensors: Tensor) -> _Target:
     def section(tensor: Tensor) -> _Section:
-        # Rows that are bf16 in the file need no conversion, so they are copied as they are.
+        # Rows that are bf16 in the file are copied without conversion.
         file_rows = _file_rows(tensor) if tensor.kind is TensorType.BF16 else None
         return _Section(tensor.rows, lambda begin, end: (tensor.bf16(begin, end),), file_rows)
 

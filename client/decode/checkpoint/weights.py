@@ -41,11 +41,11 @@ class Linear:
         rows: Number of values of y.
         columns: Number of values of x; a multiple of 32, for Q4_K of 256, for AWQ of 128.
         planes: Planes in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
-            i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (byte i of each 32 has the values at
-            places i and i + 32 of a 64, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16
-            (GGML's d and dmin), steps [rows, columns / 32, 2] u8 (each group's 6-bit scale and minimum). FP8: w [rows,
-            columns] float8 e4m3, scales [rows, ceil(columns / 128)] f32. AWQ: w as of Q4_K, scales and zeros [rows,
-            columns / 128] f16 and u8.
+            i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (of each group of 64 values, byte i has
+            values i and i + 32, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16 (GGML's
+            d and dmin), steps [rows, columns / 32, 2] u8 (each group's 6-bit scale and minimum). FP8: w [rows, columns]
+            float8 e4m3, scales [rows, ceil(columns / 128)] f32. AWQ: w as of Q4_K, scales and zeros [rows, columns /
+            128] f16 and u8.
     """
 
     layout: Layout

@@ -57,8 +57,9 @@ from gpulease.client.decode.row_records import (
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Maximum number of steps in flight: one is computed, and one waits. With a worker on another host the maximum is 1:
-without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after it."""
+"""Maximum number of steps in flight: one is being computed, one waits. With a worker on another host the maximum is 1:
+without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after it.
+"""
 
 MAX_REGION_SETS: Final = 256
 """Maximum number of region sets that the engine caches, one for each combination of tenants in a step. The oldest set

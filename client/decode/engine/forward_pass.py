@@ -92,8 +92,9 @@ PLACED_ROWS: Final = 64
 MAX_PLACES allows fewer."""
 
 MAX_PLACES: Final = 16_384
-"""Steps with spans get additional room for parts of attention, one for each row and split, up to this number of parts.
-A part takes 8 or 17 KB of the card's memory with 32 heads of width 64 or 128."""
+"""Maximum number of attention parts for which steps with spans have additional room, one part for each row and split. A
+part takes 8 or 17 KB of the card's memory with 32 heads of width 64 or 128.
+"""
 
 LAUNCHES_PER_TURN: Final = 8
 """Maximum number of launches in one turn of the event loop. During a turn no step of another model is planned.
@@ -599,7 +600,7 @@ class ForwardPass:
             return
         yield self._linear(gate_up, rows, "x")
         grid = (rows, -(-inner // manifest().kernels[gate].constants["BLOCK_F"]))
-        # Gate and up are one linear, so a row of its parts has both, gate first.
+        # Gate and up are one linear, so each row of the linear's parts contains both, gate first.
         stride = rows * 2 * inner
         yield KernelLaunch(gate, grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
 

@@ -32,11 +32,13 @@ IN_TURNS: Final = "_in_turns"
 """Suffix of functions whose programs take turns: each computes several tiles. Their results have the same bits."""
 
 VECTOR: Final = 16
-"""For these programs, the number of the result's columns must be a multiple of this: they store several at once."""
+"""For programs that take turns, the number of the result's columns must be a multiple of this, because they store this
+many at once.
+"""
 
 
 def target_of(driver: str, compute_capability: int) -> str:
-    """Return the architecture of a session's own kernels; the embedded driver has no wgmma."""
+    """Return the architecture whose kernels a session runs; the embedded driver has no wgmma."""
     return SM_90A if driver == "cuda" and compute_capability == 90 else SM_80
 
 

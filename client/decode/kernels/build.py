@@ -19,8 +19,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gpulease.client.decode.kernels import gluon_source, triton_source
 
 TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
-"""sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver run. sm_90a has wgmma, which
-only cards of compute capability 9.0 run. Its results are bit-identical to those of mma."""
+"""The targets by name. Kernels for sm_80 use mma, ldmatrix and cp.async, which every later card and the embedded driver
+support. Those for sm_90a use wgmma, which only cards of compute capability 9.0 support; its results have the same bits
+as mma's.
+"""
 
 PTX_VERSION: Final = 88
 """PTX ISA 8.8, which drivers of CUDA 12.9 and later accept."""
@@ -39,18 +41,21 @@ ATTEND_TILES: Final = {
     128: (64, 4, 3, 112),
     256: (32, 4, 2, None),
 }
-"""By the width of heads: the positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
-registers per thread, None for no limit."""
+"""Attention's tile by the width of heads: positions read at once, a divisor of SPLIT; warps; pipeline stages; registers
+per thread, None for no limit.
+"""
 
 POSITIONS_TILES: Final = {64: (4, 2, 112)}
-"""By the width of heads, where whole attention with positions as an instruction's rows is faster (H200): warps; stages;
-registers. The positions read at once, which determine the rounding, are those of ATTEND_TILES."""
+"""Tiles of `attend_whole_positions`, in which the rows of an instruction are positions, for the head widths at which it
+is faster than `attend_whole` (H200): warps; stages; registers. The positions read at once, which determine the
+rounding, are those of ATTEND_TILES.
+"""
 
 POSITIONS_HEADS: Final = 8
-"""Query heads of one program of that attention: the columns of one matrix instruction."""
+"""Query heads that one program of `attend_whole_positions` computes: the columns of one matrix instruction."""
 
 SHORT: Final = 32
-"""The most positions of its tile for the end of a sequence."""
+"""Maximum number of positions in the smaller tile that `attend_whole_positions` uses for the end of a sequence."""
 
 PROMPT_TILES: Final = {
     32: (32, 4, 3, None),
@@ -60,9 +65,9 @@ PROMPT_TILES: Final = {
     128: (32, 4, 3, None),
     256: (32, 8, 2, None),
 }
-"""By the width of heads, for tiles of a prompt's rows: lanes of a tile, which are its rows times the query heads per
-key head; warps; stages; registers. The positions read at once, which determine the rounding, are those of
-ATTEND_TILES."""
+"""Tiles of a prompt's rows, by the width of heads: lanes (the tile's rows times the query heads per key head); warps;
+stages; registers. The positions read at once, which determine the rounding, are those of ATTEND_TILES.
+"""
 
 ROPE_HEADS: Final = 8
 """Heads that one program rotates. With more, a step of one row would have too few programs to fill the GPU."""
@@ -71,14 +76,15 @@ SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""
 
 CUT_ROWS: Final = 1024
-"""Most rows of a step with tiles that are cut: one program reads them all at once."""
+"""Maximum number of rows of a step whose tiles may be cut: one program reads all of them at once."""
 
 COMBINED: Final = 32
-"""Splits whose rescaling `combine` computes at once: one for each lane of its warp."""
+"""Number of splits for which `combine` computes the rescaling at once: one for each lane of its warp."""
 
 COMBINE_UNROLLED: Final = 8
-"""Splits that `combine` loads at once if there are so many, to wait for memory once for all of them. (H200, one
-sequence of 32,000 positions, Llama-3.2-1B's shape: 0.19 ms a step by 8 at once, 0.28 by 16, 0.74 one by one.)"""
+"""Number of splits that `combine` loads together if there are that many, so that it waits for memory only once. (H200,
+one sequence of 32,000 positions, Llama-3.2-1B's shape: 0.19 ms a step by 8 at once, 0.28 by 16, 0.74 one by one.)
+"""
 
 Tile = tuple[int, int, int, int, int]
 """Rows, columns and depth of a tile, stages of its pipeline, warps."""
@@ -91,7 +97,7 @@ LINEAR_SILU_TILES: Final[dict[str, Tile]] = {
     "128": (128, 32, 64, 4, 4),
 }
 EXPERT_TILES: Final = ("16", "64")
-"""Names of the tiles for experts. A tile has rows of one expert, so larger ones would mostly be empty."""
+"""Names of the tiles for experts. A tile has rows of a single expert, so larger tiles would be mostly empty."""
 
 LINEAR_TILES_SM_90A: Final[dict[str, Tile]] = {
     "64x64": (64, 64, 64, 5, 4),
@@ -106,7 +112,7 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
 
 IN_TURNS_TILES_SM_90A: Final[dict[str, Tile]] = {"128x128": (128, 128, 64, 6, 8), "128x256": (128, 256, 64, 4, 8)}
 COPIERS: Final = 4
-"""Warps of these tiles that only copy, in addition to those that multiply."""
+"""Number of additional warps of these tiles that only copy; the others multiply."""
 
 COPIER_REGISTERS: Final = 88
 """Registers of a thread that copies: one address for each row of its tiles."""
@@ -129,9 +135,9 @@ _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages.
+    """A kernel to compile: its function, the types of its parameters and its constants by name, its warps and stages.
 
-    A parameter of the function with neither a type nor a constant is None, and no parameter of the kernel.
+    A parameter of the function without a type and without a constant is None in the kernel, which then lacks it.
 
     `registers` is the limit per thread. Without one, the driver's linker gives attention 1.5 times what it needs.
     """
@@ -178,7 +184,7 @@ def jobs() -> dict[str, Job]:
             s.route,
             _types("experts:w shares:f parts:f rows:w splits stride E K is_normalised"),
             {"LANES": 256, "PLACES": 16},
-            # One warp, because each place needs several reductions over the lanes, one after the other.
+            # One warp, because each step of the search needs several reductions over the lanes, one after the other.
             warps=1,
         ),
         "cut_spans": Job(
@@ -302,7 +308,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
         f"attend_row_spans_{width}": _attend(s.attend_row_spans, width, _types(read_spans)),
         f"combine_spans_{width}": _combine(width, _types(f"x:b {splits} rows:w H cuts:w")),
     }
-    # Each kernel twice: without a window, and with one.
+    # Compile each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
         compiled |= {
             f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),

@@ -1,6 +1,6 @@
 """The decode engine's linears in Gluon, for cards of compute capability 9.0; see `build.py`.
 
-Some warps copy and the others multiply, which Triton's own pipeline can't: there every warp does both. The rules of
+Some warps copy while others multiply. Triton's own pipeline can't do that: there every warp does both. The rules of
 `triton_source.py` hold: products run over K in ascending order, in the same matrix instructions, so the bits are those
 of `linear_bf16`.
 """
@@ -77,7 +77,7 @@ def multiply_tiles(
             mbarrier.wait(filled.index(stage), i // STAGES & 1)
             fence_async_shared()
             total = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), total, is_async=True)
-            # All but this product are done, so the stage of the one before is empty.
+            # All products except this one are done, so the stage of the previous product is empty.
             total = warpgroup_mma_wait(1, deps=[total])
             mbarrier.arrive(emptied.index((i + STAGES - 1) % STAGES), count=1, pred=at > begin)
             i += 1
@@ -97,8 +97,9 @@ def linear_bf16_in_turns(
 ):  # fmt: skip
     """Compute what `linear_bf16` does, to the bit. N is a multiple of 16.
 
-    The programs, of which there may be fewer than tiles, take turns at them, and copy the next tile while they store
-    one. WARPS multiply, COPIERS more copy, through STAGES of shared memory.
+    There may be fewer programs than tiles. Each program computes one tile after another, and copies the next tile's
+    data while it stores a result. WARPS warps multiply, COPIERS further warps copy, through STAGES stages of shared
+    memory.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], shared)
@@ -106,7 +107,7 @@ def linear_bf16_in_turns(
     filled = mbarrier.allocate_mbarrier(batch=STAGES)
     emptied = mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
-        # Every copying thread says that its copies are done; one thread says it for all that multiply.
+        # Every copying thread reports that its copies are done; one thread reports for all that multiply.
         mbarrier.init(filled.index(stage), 32 * COPIERS)
         mbarrier.init(emptied.index(stage), 1)
     gl.barrier()

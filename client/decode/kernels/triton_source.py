@@ -1,7 +1,7 @@
 """The decode engine's kernels in Triton. Developers compile them ahead of time; see `build.py`.
 
-Every kernel is independent by rows: what it computes for one row depends on that row's inputs alone, in an order that
-neither the batch nor the tiles change. Three rules give that:
+Every kernel is independent by rows: a row's result depends on that row's inputs alone, and the order of its computation
+does not depend on the batch or the tiles. Three rules ensure this:
 
 - Sums over K run in ascending order in each program. Only `splits`, a constant of the weight's shape, cuts a linear's
   sums, and the next kernel adds the parts in ascending order.
@@ -14,7 +14,8 @@ embedded driver give the same bits.
 
 Shapes: R rows of a step, D width, H query heads, G key heads, DH head width, F the inner width, V the vocabulary.
 
-A tile's sides are powers of two. Where DH is none, the lanes beyond it are masked, and zero in every sum.
+A tile's sides are powers of two. If DH is not a power of two, the lanes beyond it are masked, and add zero to every
+sum.
 """
 
 import triton
@@ -102,7 +103,7 @@ def added(parts, splits, stride, offsets, mask):
 
 @triton.jit
 def quotient(a, b):
-    """Return a / b rounded to nearest, as `div_rn` does, for a gate a and its denominator b, which is from 1 to 2^126.
+    """Return a / b, rounded to nearest like `div_rn`. a is a gate, b its denominator, from 1 to 2^126.
 
     The driver compiles `div_rn` to a call, and in a function with calls it runs wgmma instructions one by one. For all
     2^32 gates, of SiLU and GELU, the results were compared with those of a division.
@@ -218,8 +219,8 @@ def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constex
 def norm_add_rmsnorm(x, h, parts, outer, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
     """Normalise a linear's parts, add the result to the residual h, in place, and normalise that.
 
-    h += sum / rms(sum) * outer, and x = bf16(h / rms(h) * weight). A row of one block stays in registers; of a wider
-    one, the parts are read twice and h, too.
+    h += sum / rms(sum) * outer, and x = bf16(h / rms(h) * weight). A row of one block stays in registers. For a wider
+    row, the parts and h are read twice.
     """
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK_D)
@@ -299,7 +300,7 @@ def gate_and_up(x, w, r, n, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.
         a = rows_tile(x, r, k, R, K, K)
         m = (n < F)[None, :] & (k < K)[:, None]
         at = n[None, :].to(tl.int64) * K + k[:, None]
-        # Both sums run over K in one part, in ascending order, as the two separate kernels' would.
+        # Both sums run over all of K in ascending order, as in the two separate kernels.
         gate = tl.dot(a, tl.load(w + at, mask=m, other=0.0), gate)
         up = tl.dot(a, tl.load(w + F.to(tl.int64) * K + at, mask=m, other=0.0), up)
     return gate, up
@@ -309,7 +310,7 @@ def gate_and_up(x, w, r, n, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.
 def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Multiply by gate and up, the halves of w [2 F, K], and gate the products, in one pass; y [R, F] bf16.
 
-    Its bits are those of linear_bf16 in one part, and of `silu` behind it.
+    The result has the same bits as that of linear_bf16 in one part, followed by `silu`.
     """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -319,7 +320,7 @@ def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: t
 
 @triton.jit
 def linear_gelu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """linear_silu_bf16 with `gelu_gated`; its bits are those of linear_bf16 in one part, and of `gelu` behind it."""
+    """linear_silu_bf16 with `gelu_gated`. The result has the same bits as linear_bf16 in one part, then `gelu`."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     gate, up = gate_and_up(x, w, r, n, R, F, K, BM, BN, BK)
@@ -348,10 +349,10 @@ def linear_q8_0(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.co
 
 @triton.jit
 def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """linear_bf16 on weights of GGML's Q4_K, in blocks of 256 of 8 groups of 32 each.
+    """linear_bf16 on weights of GGML's Q4_K: blocks of 256 values, in 8 groups of 32.
 
-    w [N, K / 2] has two values a byte: byte i of each 32 has those of places i and i + 32 of a 64. steps [N, K / 32, 2]
-    has each group's scale and minimum as u8; scales [N, K / 256, 2] has f16 factors of both.
+    w [N, K / 2] has two values per byte: of each group of 64 values, byte i has values i and i + 32. steps [N, K / 32,
+    2] has each group's scale and minimum as u8; scales [N, K / 256, 2] has each block's f16 factors for both.
     """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -379,7 +380,7 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
 @triton.jit
 def e4m3(byte):
     """Return the value of a float8 e4m3 (OCP OFP8: bias 7, no infinities, 0x7F and 0xFF are NaN) as f32, exactly."""
-    # Its bits at f32's places are the value times 2^-120, subnormal or not, so one exact product gives it.
+    # Read as f32, these bits are the value times 2^-120, even if it is subnormal. So one exact product gives the value.
     bits = ((byte & 128) << 24) | ((byte & 127) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where((byte & 127) == 127, float("nan"), value)
@@ -412,7 +413,7 @@ def linear_fp8(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.con
 def linear_awq(parts, x, w, scales, zeros, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """linear_bf16 on weights of AWQ: 4 bits, and for each 128 columns of a row a scale and a zero point.
 
-    w [N, K / 2] has two values a byte, as in linear_q4_k. scales [N, K / 128] f16, zeros [N, K / 128] u8. BK divides
+    w [N, K / 2] has two values per byte, as in linear_q4_k. scales [N, K / 128] f16, zeros [N, K / 128] u8. BK divides
     128, and `chunk` is a multiple of 128 if there are several parts.
     """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -475,7 +476,7 @@ def rope_append(
     if has_bias > 0:
         low += tl.load(bias + columns, mask=valid, other=0.0)
         high += tl.load(bias + columns + HALF, mask=valid, other=0.0)
-    # Step 2: norm and rotation, for q and k. The heads beyond H + G are v, which stays as it is.
+    # Step 2: norm and rotation, for q and k. The heads from H + G on are v, which does not change.
     turned = valid & (head < H + G)
     if has_norm > 0:
         weight = tl.where(head < H, q_norm.to(tl.int64), k_norm.to(tl.int64))
@@ -522,13 +523,14 @@ def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def regions_of(record, block_bytes):
-    """Return where a row may read: its region's address and blocks, the shared region's address, and all blocks.
+    """Return where a row may read: its region's address, its number of blocks, the shared address, all blocks' number.
 
-    The shared region's address is that of its block 0, less as many blocks as the row's own region has.
+    The shared region's address is lowered by the size of the row's own region, because shared blocks are numbered after
+    its blocks.
     """
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
     blocks = tl.load(record + BLOCKS)
-    # A region's address is a multiple of 2 MiB, so that one word has it.
+    # A region's address is a multiple of 2 MiB, so that it fits into one word when it is divided by that.
     shared = tl.load(record + SHARED).to(tl.int64) << REGION_SHIFT
     return base, blocks, shared - blocks.to(tl.int64) * block_bytes, blocks + tl.load(record + SHARED_BLOCKS)
 
@@ -538,10 +540,10 @@ def attend_tile(
     total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes, block_bytes, g, G,
     scale, DH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Add what BT positions from j on give the heads: totals [HEADS, DH], the highest scores, the sums of weights.
+    """Add BT positions from j on to the heads' results: totals [HEADS, DH], highest scores, sums of weights.
 
-    Entries of the block table are blocks of the row's region, and behind them those of the region that it shares. An
-    entry outside of both reads as nothing, and so does a position before `first`.
+    An entry of the block table is the number of a block of the row's region or, beyond these, of the shared region. A
+    block outside both regions adds nothing, and neither does a position before `first`.
     """
     d = tl.arange(0, triton.next_power_of_2(DH))
     p = j + tl.arange(0, BT)
@@ -626,12 +628,12 @@ def combine(
     x, totals, tops, sums, rows, H, splits, window, cuts,
     DH: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), those that it reaches.
+    """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), only splits inside it.
 
-    With `cuts` (not None), the splits are those of `attend_spans`, and rows that it did not cut are left as they are.
+    With `cuts` (not None), the splits come from `attend_spans`, and rows that it did not cut are not changed.
 
-    If there are many, as in a long context, the rescaling of LANES splits is computed at once, and the totals of
-    UNROLLED splits are loaded at once. They are added one after the other all the same, so the bits are equal.
+    If there are many splits, as in a long context, the rescaling of LANES splits is computed together, and the totals
+    of UNROLLED splits are loaded together. They are still added one after the other, so the bits are the same.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -687,7 +689,7 @@ def combine(
                     total = total * less + part * tl.gather(its, lane, 0)
                     weights = weights * less + tl.gather(its_weights, lane, 0)
             top = tl.max(higher, 0)
-    # A padded row has no weights at all: divide its zeros by 1.
+    # A padded row has only zeros as weights and totals: divide by 1.
     result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
     if triton.next_power_of_2(DH) == DH:
         tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
@@ -702,7 +704,7 @@ def attend_whole(
 ):  # fmt: skip
     """Compute what `attend` and `combine` do, to the bit, in one program for all splits: x [R, H, DH] bf16.
 
-    Steps of many rows have programs enough without dividing a sequence among several.
+    A step of many rows has enough programs to fill the card, so no sequence is divided among several programs.
     """
     row = tl.program_id(0)
     g = tl.program_id(1)
@@ -748,11 +750,11 @@ def attend_whole(
 
 @triton.jit
 def summed_as_rows(e, LANES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr):
-    """Add the BT weights of each lane of e [LANES, BT] in the order in which `attend_tile` adds a row's.
+    """Add the BT weights of each lane of e [LANES, BT] in the order in which `attend_tile` adds the weights of a row.
 
-    There a compiler chose the order: pairs of adjacent positions, then what a thread holds, then its quad, then the
-    warps, each of which has 8 positions of every 8 * WARPS. A sum of two is the same in either order, so sums over axes
-    of two give these bits in any layout.
+    In `attend_tile` the compiler chose that order: first pairs of adjacent positions, then the values of one thread,
+    then those of its quad, then the warps, each of which has 8 positions of every 8 * WARPS. A sum of two values does
+    not depend on their order, so sums over axes of length two give the same bits in any layout.
     """
     if BT == 128:
         # Bits of a position: 6 and 5 within a thread, 4 and 3 the warp, 2 and 1 the lane of a quad, 0 the pair.
@@ -764,7 +766,7 @@ def summed_as_rows(e, LANES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr
         b = tl.sum(b, 1)
         b = tl.sum(tl.sum(b, 3), 3)
     elif WARPS == 1:
-        # All four groups of 8 positions are one thread's.
+        # One thread has all four groups of 8 positions.
         b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2)), 5)
         b = tl.sum(tl.sum(b, 2), 1)
     else:
@@ -780,8 +782,8 @@ def attend_positions(
 ):  # fmt: skip
     """`attend_tile`, to the bit, with positions as the matrix instruction's rows and heads as its columns.
 
-    An instruction has 16 rows, but only 8 columns, so that fewer of its lanes are without a head. Totals are
-    [DH, HEADS], queries too. WARPS is that of `attend_tile`: it decides the order of the sums of weights.
+    An instruction has 16 rows, but only 8 columns, so that fewer of its lanes lack a head. Totals are [DH, HEADS],
+    queries too. WARPS is that of `attend_tile`: it decides the order of the sums of weights.
     """
     d = tl.arange(0, triton.next_power_of_2(DH))
     p = j + tl.arange(0, BT)
@@ -814,8 +816,8 @@ def attend_whole_positions(
 ):  # fmt: skip
     """Compute what `attend_whole` does, to the bit, with `attend_positions`: x [R, H, DH] bf16.
 
-    A program has HEADS of the heads that share a key head. A sequence whose last tile has at most SHORT positions ends
-    with a tile of as many: those that are left out have weight 0.
+    A program computes HEADS of the heads that share a key head. If at most SHORT positions are left at the end of a
+    sequence, they are read as a tile of SHORT positions; the positions that this leaves out have weight 0.
     """
     row = tl.program_id(0)
     share = H // G
@@ -883,10 +885,11 @@ def attend_rows(
     first_split, end_split, place, splits, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile: rows of one sequence from `row` on, `its` [LANES] by lane, of which `mine` are the tile's.
+    """Attention of a tile: rows of one sequence, from `row` on. `its` [LANES]: a lane's row; `mine`: the lanes in use.
 
-    Without `totals` (None), all of it: x [R, H, DH] bf16. With them, the splits from `first_split` to `end_split`: x if
-    `place` is -1; otherwise their parts, as `attend` writes them, which for each row take `splits` places from there.
+    If `totals` is None, computes all splits and writes x [R, H, DH] bf16. Otherwise computes the splits from
+    `first_split` to `end_split`. It writes x if `place` is -1, and else the parts, as `attend` does: `splits` parts for
+    each row, from index `place` on.
     """
     share = H // G
     lanes = tl.arange(0, LANES)
@@ -894,8 +897,8 @@ def attend_rows(
     at = (its * H + g * share + lanes % share)[:, None] * DH + d[None, :]
     query = tl.load(q + at, mask=within(mine[:, None], d[None, :], DH), other=0.0)
     table = tables + number * table_blocks
-    # All rows at once. If that reads an infinite value, or a NaN, which some row does not see, each row again by
-    # itself: such a value has weight 0 for that row, and 0 times infinity is NaN.
+    # Compute all rows together. If that reads an infinite value or a NaN that some row must not see, compute each row
+    # again by itself: the value has weight 0 for that row, but 0 times infinity is NaN.
     turn = 0
     turns = 1
     while turn < turns:
@@ -947,8 +950,8 @@ def attend_rows(
                 finite = (v.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
                 if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
                     turns = 1 + count
-            # The end of a split, or of the longest row, as in `attend_whole`. A row that has ended, or has not begun,
-            # gets nothing.
+            # Here a split, or the longest row, ends, as in `attend_whole`. Rows that have ended or not begun add
+            # nothing.
             if ((j + BT) % SPLIT == 0) | (j + BT >= end):
                 if totals is not None:
                     part = ((place + (its - row) * splits) * H + (g * share + lanes % share) * splits) + j // SPLIT
@@ -1048,13 +1051,13 @@ def cut_spans(
     """Cut the attention of at most LANES rows into spans, for `attend_spans`: one program for a step.
 
     A tile is up to `count` adjacent rows of one sequence, as in `attend_prompt`. A tile with more than `whole_splits`
-    splits is cut into spans of `least_splits`, or more, so that all of them together are about `max_spans`; others are
-    one span each. The parts of tiles that are cut take one of `room` places for each row and split; if there is no room
+    splits is cut into spans of at least `least_splits` splits, so that the step has about `max_spans` spans; every
+    other tile is one span. Cut tiles need room for one part per row and split, of `room` in all; if there is not enough
     left, a tile is not cut. S is at least R + `max_spans`.
 
-    Writes the spans, those of cut tiles first: the tile's first row and number of rows, the first split and that after
-    the last, the place of its parts (-1: not cut), the tile's splits. Spans behind the last have the row -1. Of each
-    row it writes the place of its parts, and the splits of its tile.
+    Writes the spans, those of cut tiles first: the tile's first row and number of rows, the span's first split and the
+    one after its last, the index of the tile's parts (-1: not cut), the tile's number of splits. The remaining spans
+    get the row -1. For each row, `cuts` gets the index of its parts and its tile's number of splits.
     """
     i = tl.arange(0, LANES)
     inside = i < R
@@ -1063,8 +1066,8 @@ def cut_spans(
     begins = (i % count == 0) | differ(record, record - WORDS, inside & (i % count > 0))
     ends = ((i + 1) % count == 0) | (i + 1 == R) | differ(record, record + WORDS, i + 1 < R)
     ends = ends & inside
-    # Where the row's tile begins, and its longest row so far: both only grow within a tile, so that one maximum of
-    # both in one word has them.
+    # The first row of the tile, and the length of its longest row so far. Neither decreases within a tile, so both are
+    # packed into one word, and one scan for the maximum computes both.
     first = tl.associative_scan(tl.where(begins, i, 0), 0, highest)
     both = tl.associative_scan((first << 16) | tl.cdiv(position + 1, SPLIT), 0, highest)
     # From here on, the last row of each tile has what the tile needs.
@@ -1104,9 +1107,9 @@ def attend_spans(
     x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `attend_prompt` does, to the bit, but a long tile by several programs: `cut_spans` has cut it.
+    """Compute what `attend_prompt` does, to the bit, with several programs for each long tile that `cut_spans` has cut.
 
-    Tiles that are not cut are written to x, and the parts of the others to the places that `combine` reads. Tiles of
+    The results of uncut tiles are written to x; the parts of cut tiles are written where `combine` reads them. Tiles of
     one row are left to `attend_row_spans`.
     """
     g = tl.program_id(0)
@@ -1135,7 +1138,7 @@ def attend_row_spans(
     x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `attend_spans` does, to the bit, for tiles of one row, whose heads fill fewer lanes."""
+    """Compute what `attend_spans` does, to the bit, for tiles of one row, where the heads fill fewer lanes."""
     g = tl.program_id(0)
     span = spans + tl.program_id(1) * SPAN_WORDS
     row = tl.load(span + FIRST_ROW)
@@ -1150,7 +1153,7 @@ def attend_row_spans(
     base, blocks, shared, readable = regions_of(record, block_bytes)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
-    # Two levels of sums, as in `attend_whole`; of a sequence that is cut, only the one within the current split.
+    # Two levels of sums, as in `attend_whole`. For a cut sequence, only the sums within the current split are used.
     all_total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
     all_top = tl.full((HEADS,), -1e30, tl.float32)
     all_weights = tl.zeros((HEADS,), tl.float32)
@@ -1208,7 +1211,7 @@ def gelu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LANES: tl.constexpr, PLACES: tl.constexpr):
-    """Choose each row's K likeliest of E experts, the likeliest first, of equal ones the lowest; and their shares.
+    """Choose each row's K likeliest of E experts, likeliest first; if some are equal, the lowest. Compute their shares.
 
     `parts` are the router's logits [splits, R, E]. Shares [R, K] are probabilities over all experts, or over the chosen
     ones if `is_normalised`. A padded row's experts [R, K] are -1. E is at most LANES, and K at most PLACES.
@@ -1217,7 +1220,7 @@ def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LAN
     lanes = tl.arange(0, LANES)
     places = tl.arange(0, PLACES)
     logits = added(parts, splits, stride, row * E + lanes, lanes < E)
-    # NaN is unequal to itself, and is chosen last: whatever the logits are, each place gets an expert that exists.
+    # NaN is unequal to itself, and is chosen last. So each place gets a valid expert, whatever the logits are.
     numbers = tl.where((lanes < E) & (logits == logits), logits, -float("inf"))
     weights = tl.where(lanes < E, exp2((numbers - tl.max(numbers, 0)) * LOG2_E), 0.0)
     total = tl.sum(weights, 0)
@@ -1231,7 +1234,7 @@ def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LAN
         share = tl.div_rn(tl.sum(tl.where(lanes == found, weights, 0.0), 0), total)
         chosen = tl.where(places == place, found, chosen)
         their = tl.where(places == place, share, their)
-        # In the places' order, which is the row's own.
+        # Add in the order of the places, which depends on this row alone.
         all_chosen += share
         free = tl.where(lanes == found, 0, free)
     if is_normalised > 0:
@@ -1245,17 +1248,17 @@ def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LAN
 def group(pairs, tiles, experts, P, E, T, rows_per_tile, LANES: tl.constexpr, BLOCK_P: tl.constexpr):
     """Gather the pairs of rows and experts by expert: each of T tiles has an expert, and up to `rows_per_tile` pairs.
 
-    `experts` [P] has each pair's, or -1 for none. Program e writes the tiles of expert e, of E: `tiles` [T] gets e and
-    `pairs` [T, rows_per_tile] the pairs, in ascending order, and -1 behind the last one. Tiles behind all of them get
-    -1. T is at least P // rows_per_tile and the number of experts with a pair, together. E is at most LANES.
+    `experts` [P] has each pair's expert, or -1 for none. Program e of E writes the tiles of expert e: `tiles` [T] gets
+    e, and `pairs` [T, rows_per_tile] gets the pairs in ascending order, followed by -1. The remaining tiles get -1. T
+    is at least P // rows_per_tile plus the number of experts that have a pair. E is at most LANES.
 
-    Where a pair comes to lie depends on the other rows. What is computed for it does not: rows of a tile are products
-    of their own.
+    The tile and row in which a pair is placed depend on the other rows, but its result does not, because each row of a
+    tile is computed independently.
     """
     e = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     i = tl.arange(0, BLOCK_P)
-    # Step 1: count all experts' pairs, as every program does by itself, to know where this one's tiles begin.
+    # Step 1: count the pairs of all experts, to find where this program's tiles begin. Every program does this itself.
     counts = tl.zeros((LANES,), tl.int32)
     for p in range(0, P, BLOCK_P):
         its = tl.load(experts + p + i, mask=p + i < P, other=-1)
@@ -1293,7 +1296,7 @@ def experts_silu_bf16(y, x, w, pairs, tiles, R, F, K, C, BM: tl.constexpr, BN: t
     e = tl.load(tiles + tile)
     if e >= 0:
         pair = tl.load(pairs + tile * BM + tl.arange(0, BM))
-        # Without a pair, a row beyond the last one, which reads as 0.
+        # Without a pair, use a row beyond the last one, which reads as 0.
         r = tl.where(pair >= 0, pair // C, R)
         gate, up = gate_and_up(x, w + e.to(tl.int64) * 2 * F * K, r, n, R, F, K, BM, BN, BK)
         tl.store(y + pair[:, None] * F + n[None, :], gated(gate, up), mask=(pair >= 0)[:, None] & (n < F)[None, :])
@@ -1303,8 +1306,8 @@ def experts_silu_bf16(y, x, w, pairs, tiles, R, F, K, C, BM: tl.constexpr, BN: t
 def experts_bf16(parts, y, w, shares, pairs, tiles, R, N, K, C, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Multiply each pair's values by its expert's weights and its share: parts [C, R, N] f32.
 
-    y [R C, K] bf16, w [E, N, K], shares [R C]. The place of an expert among those of its row is its part, so the next
-    kernel adds them in the row's own order. A pair without an expert writes nothing.
+    y [R C, K] bf16, w [E, N, K], shares [R C]. An expert's index among the experts of its row is the index of its part,
+    so the next kernel adds a row's parts in the row's order. A pair without an expert writes nothing.
     """
     tile = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -1334,7 +1337,7 @@ def ordered(x):
 
 @triton.jit
 def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
-    """Return which of the tokens c are kept, and their weights e^((logit - top) * inverse), 0 for others."""
+    """Return which of the tokens c are kept, and their weights e^((logit - top) * inverse), 0 for the others."""
     logits = added(parts, splits, stride, row * V + c, c < V)
     weights = exp2((logits - top) * inverse * LOG2_E)
     chosen = (c < V) & (ordered(logits) >= threshold)
@@ -1361,7 +1364,7 @@ def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.co
     # NaN is unequal to itself, and never wins.
     numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
     best = tl.max(numbers, 0)
-    # Of equal logits the lowest token, so that ties do not depend on how lanes are arranged.
+    # Of equal logits take the lowest token, so that ties do not depend on how lanes are arranged.
     token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
     weights = exp2((numbers - best) * LOG2_E)
     at = row * blocks + block
@@ -1372,7 +1375,7 @@ def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.co
 
 @triton.jit
 def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
-    """Return what `scan` found of a row: the lowest token of the highest logit, that logit, the sum over all tokens."""
+    """Merge what `scan` found in a row: the lowest token with the highest logit, the logit, the sum over all tokens."""
     lanes = tl.arange(0, LANES)
     # First pass: the highest logit. The maximum is exact in any order.
     best = tl.full((LANES,), -float("inf"), tl.float32)
@@ -1394,7 +1397,7 @@ def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
 
 @triton.jit
 def total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V: tl.constexpr):
-    """Add the weights of the tokens that are kept, lane by lane over the blocks, then over the lanes; count them."""
+    """Add the weights of the kept tokens, first lane by lane over the blocks, then over the lanes. Also count them."""
     # Lane by lane over ascending blocks, then over the lanes: an order that depends on the vocabulary's size alone.
     total = tl.zeros((BLOCK_V,), tl.float32)
     count = tl.zeros((BLOCK_V,), tl.int32)
@@ -1419,14 +1422,14 @@ def count_kept(parts, splits, stride, row, V, threshold, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def raised(threshold, bit):
-    """Set a bit of a threshold, from the sign's on, which orders integers the other way."""
+    """Set a bit of a threshold, counted from the sign bit. The sign bit is the exception: setting it clears it."""
     # Bit 0 is the sign. Setting it first means to try 0 instead of the least integer.
     return tl.where(bit == 0, 0, threshold | (1 << (31 - bit)))
 
 
 @triton.jit
 def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.constexpr):
-    """Return the highest threshold that `top_k` tokens reach, or any that exactly so many do; and how many do.
+    """Return the highest threshold that at least `top_k` tokens reach, or one that exactly `top_k` do; and the number.
 
     A threshold above `limit`, the highest logit's, is not tried.
     """
@@ -1449,10 +1452,10 @@ def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.con
 
 @triton.jit
 def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough, top, inverse, BLOCK_V: tl.constexpr):
-    """Return the highest threshold that keeps weights of `enough`, or any below it that keeps the same tokens.
+    """Return the highest threshold whose kept weights sum to `enough`, or a lower one that keeps the same tokens.
 
-    `count` tokens reach `lowest`, which the threshold is not below. The search ends when one token alone lies between
-    those of `found` and those of a threshold that is too high.
+    `count` tokens reach `lowest`, and the threshold is at least that. The search ends when a single token separates the
+    tokens kept at `found` from those kept at a threshold that is too high.
     """
     # The same search by weight instead of count. `count` tokens reach `found`, and `fewer` reach the lowest threshold
     # that is too high; once they differ by one, no threshold in between changes the choice.
@@ -1475,7 +1478,7 @@ def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough,
 
 @triton.jit
 def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V: tl.constexpr):
-    """Return the first kept token up to which the weights exceed `wanted` in sum; -1 where rounding leaves none."""
+    """Return the first kept token at which the running sum of weights exceeds `wanted`; -1 if by rounding none does."""
     # Walk the vocabulary in ascending blocks until the sum of kept weights passes `wanted`: inverse transform sampling.
     before = tl.zeros((), tl.float32)
     chosen = tl.full((), -1, tl.int32)
@@ -1499,9 +1502,10 @@ def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK
 def sampled(record, parts, splits, stride, row, V, likeliest, top, BLOCK_V: tl.constexpr):
     """Return the token that a row's sampling chooses from its logits.
 
-    A temperature of 0 (INVERSE_TEMPERATURE 0) takes `likeliest`. Otherwise the TOP_K highest are kept (0: all) that are
-    at most DEPTH below the highest (0: all), of those the fewest that have TOP_P of their probability, and a number
-    that depends on seed and position alone chooses. Equal logits are kept or not together.
+    A temperature of 0 (INVERSE_TEMPERATURE 0) takes `likeliest`. Otherwise it keeps the TOP_K highest logits (0: all),
+    drops those more than DEPTH below the highest (0: none), and keeps the fewest of the rest that together have TOP_P
+    of their probability. A random number chooses among them; it depends on seed and position alone. Equal logits are
+    kept or dropped together.
     """
     token = likeliest
     position = tl.load(record + POSITION)
@@ -1553,8 +1557,8 @@ def sample(
 ):
     """Choose each row's token from its logits [splits, R, V], and from what `scan` found of them.
 
-    A result has the token, its logit, the highest logit, and the sum of e^(logit - highest), from which the host
-    computes its logarithm of probability: that of the unfiltered logits at temperature 1.
+    A result has the token, its logit, the highest logit, and the sum of e^(logit - highest). From these the host
+    computes the logarithm of the token's probability, by the unfiltered logits at temperature 1.
     """
     row = tl.program_id(0)
     # The likeliest token, also the answer for greedy sampling and for padded rows.
@@ -1569,11 +1573,12 @@ def guide(
     guided, bests, tokens, parts, guides, entries, masks, splits, stride, V, blocks, mask_words,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits that each row chooses from, guided [R, V], and their bests and tokens as `scan` does.
+    """Write the logits from which each row chooses, `guided` [R, V], and each block's highest logit and its token.
 
-    A row's mask (MASK, -1: none) allows tokens, a bit each; the others get -infinity. Its entries, COUNT from FIRST on,
-    have a token each, no token twice: ADDEND is added to its logit, the sum is divided by DIVISOR if it is above 0 and
-    multiplied otherwise, and SUBTRAHEND subtracted. A row without either chooses from its own logits, to the bit.
+    A row's mask (MASK, -1: none) has a bit for each token that is allowed; the other tokens get -infinity. The row has
+    COUNT entries from FIRST on, each for a different token: ADDEND is added to the token's logit, the sum is divided by
+    DIVISOR if it is above 0 and multiplied by it otherwise, and SUBTRAHEND is subtracted. A row with neither mask nor
+    entries chooses from its own logits, to the bit.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     begin = block * BLOCK_V
@@ -1586,7 +1591,7 @@ def guide(
     tl.store(guided + row * V + c, logits, mask=c < V)
     count = tl.load(record + COUNT)
     if count > 0:
-        # The entries' lanes are not those that stored the block, so all stores come before their loads.
+        # The entries are loaded by other lanes than those that stored the block, so wait until all stores are done.
         tl.debug_barrier()
         first = tl.load(record + FIRST)
         lanes = tl.arange(0, LANES)
@@ -1617,8 +1622,8 @@ def sample_guided(
 ):  # fmt: skip
     """Choose each row's token from its guided logits, and report it with the probability that its own logits give it.
 
-    `own_bests`, `own_tokens` and `own_totals` are what `scan` found of the row's own logits. A row with a TARGET (not
-    -1) reports that token's logit instead of the chosen one's: so a prompt's tokens are scored.
+    `own_bests`, `own_tokens` and `own_totals` are the results of `scan` for the row's own logits. A row with a TARGET
+    (not -1) reports that token's logit instead of the chosen token's. This is how the tokens of a prompt are scored.
     """
     row = tl.program_id(0)
     likeliest, top, _ = merged(bests, tokens, own_totals, row, blocks, LANES)
@@ -1637,8 +1642,8 @@ def rank(
 ):  # fmt: skip
     """Write each row's RANKS likeliest tokens and their logits, ranked [R, PLACES, 2]; of equal ones the lowest token.
 
-    `bests` and `tokens` are what `scan` found; there are at most LANES blocks. Behind the last number, logits are
-    -infinity.
+    `bests` and `tokens` are the results of `scan`; there are at most LANES blocks. If a row has fewer numbers, the rest
+    is -infinity.
     """
     row = tl.program_id(0)
     lanes = tl.arange(0, LANES)
@@ -1651,7 +1656,8 @@ def rank(
         out = ranked + (row * PLACES + place) * 2
         tl.store(out, found)
         tl.store((out + 1).to(tl.pointer_type(tl.float32)), top)
-        # Only the block that had it changes: its next best is that of the tokens behind this one in the order.
+        # Only the block that contained this token changes: its next best is the best of the tokens after this one in
+        # the order.
         block = found // BLOCK_V
         c = block * BLOCK_V + tl.arange(0, BLOCK_V)
         logits = added(parts, splits, stride, row * V + c, c < V)

@@ -31,7 +31,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """Makes the JSON objects of one reply, from what all of them have in common.
+    """Makes the JSON objects of one reply, from the members that all of them share.
 
     Attributes:
         request_id: The request's id.

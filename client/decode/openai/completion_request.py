@@ -267,7 +267,8 @@ def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
 def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
     """Return which part of a prompt `truncate_prompt_tokens` keeps; None if the body does not have that parameter.
 
-    With the value -1, the prompt is cut so that an answer of `answer_tokens` tokens fits behind it. Raises ApiError.
+    With the value -1, the prompt is cut so that an answer of `answer_tokens` tokens still fits after it. Raises
+    ApiError.
     """
     most = _within(parameters, "truncate_prompt_tokens", 0, ALL_TOKENS, MAX_POSITIONS)
     side = parameters.get("truncation_side")

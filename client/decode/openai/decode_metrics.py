@@ -194,7 +194,8 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         tenants: The tenants of the settings.
         decoder: Returns the decoder; None while there is none.
         clock: Monotonic seconds.
-        on_gap: Called with a tenant, a time between two tokens in seconds, and the number of its sequences with it.
+        on_gap: Called with a tenant, a time between two tokens in seconds, and the number of the tenant's sequences
+            with that time.
     """
 
     def __init__(

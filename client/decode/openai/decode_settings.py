@@ -45,8 +45,9 @@ MAX_MODEL_QUEUE: Final = 4096
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
-"""Default of the longest time that a request waits for its admission. It is less than a few minutes, after which
-clients give up or retry."""
+"""Default of the longest time that a request waits for admission. Clients give up or retry after a few minutes, so it
+is shorter.
+"""
 
 DEFAULT_CHAT_TOKENS: Final = 256
 """Default of the maximum number of tokens of a chat's answer. The server reserves blocks for this many tokens, so it is

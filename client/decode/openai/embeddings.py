@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: vectors of texts, for models with files that say how to pool them.
+"""`/v1/embeddings`: vectors of texts, for models whose files specify the pooling.
 
 Each input is a separate prompt. Its rows share steps with the rows of all other requests, but the bits of its vector do
 not depend on them. The vector has the length 1.

@@ -33,7 +33,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class MessageEvents:
-    """Turns the pieces of one answer into events of one message. Each text and each call is a block of its content.
+    """Turns an answer's pieces into a message's events. Each text and each call is a block of the message's content.
 
     Attributes:
         content: The complete blocks.

@@ -101,7 +101,7 @@ def read_message(
     Args:
         reader: Tokenizes the prompt.
         body: The body, JSON.
-        is_chat: Not used; `read_completion` has the same parameters.
+        is_chat: Not used; present because all such functions take the parameters of `read_completion`.
         fresh_seed: The seed to use.
         names: The names of the served model.
     """

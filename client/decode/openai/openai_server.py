@@ -222,7 +222,7 @@ def _application(
         Route("/version", show_version, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
-    # These routes come first, so that further routes can't replace them.
+    # These routes come first, so that additional routes can't replace them.
     return Starlette(
         routes=[*own_routes, *routes], exception_handlers=ERROR_REPLIES, middleware=browsers_of(cors_origins)
     )

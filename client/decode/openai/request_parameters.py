@@ -1,8 +1,8 @@
-"""All known parameters of completions and chats: which are used, and which values are accepted of the others.
+"""All known parameters of completions and chats: which ones are used, and which values of the unused ones are accepted.
 
 They are the parameters of OpenAI's API, and those that clients of other model servers send. A parameter that is not
 supported is refused, unless its value does not change the answer. null counts as left out. An unknown name is refused,
-because it may be misspelt, and then the answer would be wrong without an error.
+because it may be a misspelt one, and ignoring it would give a wrong answer without an error.
 """
 
 import json

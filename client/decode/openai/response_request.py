@@ -91,7 +91,7 @@ def read_response(
     Args:
         reader: Tokenizes the prompt.
         body: The body, as JSON.
-        is_chat: Not used; `read_completion` has the same parameters.
+        is_chat: Not used; present because all such functions take the parameters of `read_completion`.
         fresh_seed: The seed if the request has none.
         names: The names of the served model.
     """

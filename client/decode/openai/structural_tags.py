@@ -1,4 +1,4 @@
-"""Structural tags, as in vLLM's `structural_tag`: free text that contains tags with a content of a given form.
+"""Structural tags, as in vLLM's `structural_tag`: free text that contains tags, each with content of a given form.
 
 A trigger is a text that begins one or more of the tags. The answer is free text up to a trigger. From there on it is
 one of the tags that begin with this trigger: the rest of the tag's `begin`, the content, and the tag's `end`. Then free

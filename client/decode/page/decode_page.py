@@ -77,8 +77,9 @@ HEADERS: Final = {
 }
 
 MAX_STREAMS: Final = 16
-"""Maximum number of streams of the operator at the same time, and of all tenants; a further one is refused. Each gets a
-state several times a second."""
+"""Maximum number of simultaneous streams of the operator, and likewise of all tenants together; one more is refused.
+Each stream receives the state several times a second.
+"""
 
 MAX_TENANT_STREAMS: Final = 2
 """Maximum number of streams of one tenant at the same time."""
@@ -87,7 +88,9 @@ SNAPSHOT_S: Final = 0.25
 """Seconds between two states. All streams share one encoding, so a further stream costs only the sending."""
 
 STREAM_S: Final = 10.0
-"""Seconds of one stream, after which its page opens the next one. So pages delay a server's stop only briefly."""
+"""Duration of one stream in seconds, after which its page opens another one. So pages delay a server's stop only
+briefly.
+"""
 
 RATE_S: Final = 2.0
 """Seconds over which rates are averaged."""
@@ -106,8 +109,9 @@ MAX_TENANTS: Final = 64
 page larger."""
 
 MAX_HISTORIES: Final = 256
-"""Maximum number of tenants with an hour of their own, of about 100 kB each. Further ones see their figures without
-it."""
+"""Maximum number of tenants with a separate history of the last hour, about 100 kB each. Other tenants see their
+present figures only.
+"""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
 """The reason for a revocation, as it appears in the audit log and in the tenant's error."""
@@ -194,7 +198,7 @@ class PageFeed(DecoderObserver):
 
     def on_prompt_refused(self, report: PromptRefused) -> None:
         """Count a request that was refused before it had tokens."""
-        # Other errors than these are about the request's texts, which the page does not show.
+        # All other errors concern the request's texts, which the page does not show.
         is_of_limits = report.reason in {reason.value for reason in AdmissionReason}
         self._add_refusal(report.tenant_id, report.reason, report.detail if is_of_limits else "")
 
@@ -225,7 +229,7 @@ class PageFeed(DecoderObserver):
     def on_prefix_changed(self, report: PrefixChanged) -> None:
         """Add the event of the end of a shared prefix, or of its return.
 
-        Loads are left out, because every prefix has one.
+        A load adds no event, because every prefix has one.
         """
         kinds = {PrefixChange.REBUILD: EventKind.PREFIX_REBUILT, PrefixChange.END: EventKind.PREFIX_ENDED}
         if kind := kinds.get(report.change):
@@ -238,7 +242,7 @@ class PageFeed(DecoderObserver):
     def history(self, viewer: str | None = None) -> dict[str, Any]:
         """Return the last hour, which the page draws, as a JSON object: the server's, or a tenant's own."""
         history = self._history if viewer is None else self._history_of(viewer)
-        # A tenant without one gets an empty one.
+        # A tenant without a history gets an empty one.
         return (history or PageHistory(self._clock())).shown(self._clock())
 
     def state(self, viewer: str | None = None) -> dict[str, Any]:
@@ -445,7 +449,7 @@ class DecodePage:
     async def _stream(self, viewer: str | None) -> AsyncIterator[bytes]:
         """Yield states as events (HTML, 9.2).
 
-        A slow reader gets fewer, because each waits until the one before is sent.
+        A slow reader gets fewer states, because each waits until the previous one was sent.
         """
         deadline_s = time.monotonic() + STREAM_S
         while time.monotonic() < deadline_s:

@@ -67,7 +67,7 @@ class DemoTraffic:
                 group.create_task(self._keep_generating(tenant_id, number))
 
     async def _keep_generating(self, tenant_id: str, number: int) -> None:
-        """Generate one text after the other, with other prompts than those of the other tenants at that time."""
+        """Generate one text after another, each with a prompt that no other tenant uses at that time."""
         while True:
             try:
                 await self._generate(tenant_id, PROMPTS[number % len(PROMPTS)], number)

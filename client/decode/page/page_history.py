@@ -15,7 +15,7 @@ SHORTEST_SPAN_S: Final = 300.0
 """Seconds that are shown at the start, so that a chart is not almost empty for an hour."""
 
 SHORTEST_TIME_S: Final = 1e-6
-"""Shorter times count as this one, since 0 has no logarithm."""
+"""Times below this count as this time, because 0 has no logarithm."""
 
 HIGH: Final = 0.99
 """The share of times that the high percentile, p99, is not below."""
@@ -36,7 +36,7 @@ class TimeCounts:
         self._latest = None if latest is None else deque[tuple[int, int]](maxlen=latest)
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Count a time of `seconds` in its bucket, `count` times; times under the shortest count as that."""
+        """Count a time of `seconds` in its bucket, `count` times. Times below SHORTEST_TIME_S count as that."""
         bucket = round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)
         self._counts[bucket] += count
         if self._latest is None:

@@ -82,7 +82,7 @@ class ResidencyLimits:
     Attributes:
         card_bytes: Maximum memory of models on the card.
         parked_bytes: Maximum host memory of parked models; if 0, models are unloaded and never parked.
-        min_stay_s: Seconds after its load or return for which a model keeps its place.
+        min_stay_s: Seconds after its load or return during which a model stays on the card.
         idle_s: Seconds after its last request at which an unused model is parked; None to park only when room is
             needed.
         max_waiting: Maximum number of requests that wait for one model.
@@ -167,7 +167,7 @@ class ResidentModel:
     Attributes:
         name: Its name.
         terms: Its terms.
-        state: Where its memory is.
+        state: The state of its memory.
         waiting: Requests that wait for it, in the order in which they came.
         in_use: Requests that use it.
         is_wanted: Whether it is loaded without a request: it is preloaded, or a request has waited too long for it.
@@ -621,8 +621,8 @@ class ModelResidency:
             # Admit a late request of a loaded model rather than refuse it.
             if not late or model.is_open:
                 continue
-            # The model keeps its place in the order, because the caller will ask again: otherwise requests with short
-            # waits would never get it.
+            # The model keeps its place in the order, because the caller will ask again. Otherwise a model that is
+            # requested with short waits would never be loaded.
             model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
             model.is_wanted = not self._is_stopping
             model.waiting = deque(waiter for waiter in model.waiting if waiter.deadline_s > now)

@@ -71,7 +71,7 @@ class SchedulerSettings:
         replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
         replay_wait_s: Every replay may wait for at least this many seconds for its region and its admission.
         rebinds_at_once: Number of times in a row that a tenant's region may be rebuilt without a pause.
-        rebind_interval_s: After those, seconds until each further rebuild.
+        rebind_interval_s: After these rebuilds, seconds until each further one.
         reuses_prefixes: Whether a prompt reuses blocks that the tenant's earlier sequences computed for the same
             tokens. The emitted tokens are the same either way.
         window: Maximum number of positions that a row attends to in any layer of the model, its own included; None if
@@ -174,7 +174,7 @@ class ContinuousBatchScheduler:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
         self.prefixes: dict[str, SharedPrefix] = {}
-        # These outlive engines, so `engine_lost` does not clear them.
+        # These counts continue over engines, so `engine_lost` does not clear them.
         self.prefix_requests, self.prefix_tokens = Counter[str](), Counter[str]()
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
@@ -182,8 +182,8 @@ class ContinuousBatchScheduler:
         # The sequences that decode in the step that was planned last.
         self._roster = DecodeRoster([])
         self._columns = SequenceColumns(settings.max_sequences)
-        # For each token, the number of live requests that stop at it, plus one if the model does. `_may_end` marks
-        # tokens with such uses: only these are compared with each sequence's own end tokens.
+        # For each token, the number of live requests that it ends, plus one if it ends the model's sequences.
+        # `_may_end` marks the tokens with a count above 0: only these are compared with each sequence's own end tokens.
         self._stop_token_uses = Counter[int]()
         self._may_end = np.zeros(settings.vocabulary, bool)
         self._count_stop_tokens(settings.end_tokens, 1)
@@ -568,7 +568,7 @@ class ContinuousBatchScheduler:
         can't use.
         """
         tenant = self.tenants[tenant_id]
-        # Its sequences leave the list of decoding ones, and keep their blocks, tables and places in `live`.
+        # Its sequences leave the list of decoding ones, but keep their blocks and tables, and stay in `live`.
         if not tenant.is_held:
             tenant.is_held = True
             tenant.parked = [sequence for sequence in self._decoding if sequence.tenant is tenant]
@@ -770,7 +770,7 @@ class ContinuousBatchScheduler:
         for sequence in short:
             tenant = sequence.tenant
             if tenant.is_held:
-                # It has no rows until `resume`.
+                # The sequence has no rows until `resume`.
                 self._short += [] if sequence.is_ended else [sequence]
                 continue
             # This loop terminates: it preempts the region's sequences one by one, in the end this one.
@@ -788,8 +788,8 @@ class ContinuousBatchScheduler:
                 (old if tenant.is_contending else new).append(tenant)
             else:
                 tenant.is_contending = False
-        # A tenant that was idle, or held back by its own limits, must not catch up on that time: it begins at the level
-        # of the tenants that contended all along, or at that of the last admission.
+        # A tenant that was idle, or held back by its own limits, must not make up for that time. Its counter begins at
+        # the lowest counter of the tenants that contended all along or, without any, at that of the last admission.
         least = min((tenant.counter for tenant in old), default=self._virtual_counter)
         for tenant in new:
             tenant.counter = max(tenant.counter, least)
@@ -807,7 +807,7 @@ class ContinuousBatchScheduler:
     def _reuse(self, sequence: LiveSequence) -> None:
         """Let a prompt without a row begin after its computed blocks, and decide whether it waits for more of them."""
         region, keys, index = sequence.tenant.blocks, sequence.keys, sequence.reused // PAGE
-        # Blocks that others have published since its admission take the place of its own, which are empty.
+        # Blocks that other sequences have published since its admission replace its own, which are still empty.
         while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
             region.release((sequence.blocks[index],))
             self._has_room = True
@@ -1071,7 +1071,7 @@ class ContinuousBatchScheduler:
                 events.append(limited)
             else:
                 replays.append((replay, sequence.preemptions))
-        # Each goes to the front of the queue, so enqueue the last one first.
+        # Each replay goes to the front of the queue, so enqueue the last one first.
         for replay, preemptions in reversed(replays):
             deadline_s = now + max(replay.wait_s, least_s)
             self._enqueue_replay(replay, deadline_s, preemptions)

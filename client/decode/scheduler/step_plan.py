@@ -16,7 +16,7 @@ _REQUEST: Final = attrgetter("request")
 _TABLE: Final = attrgetter("table")
 
 _POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
-"""A plan's columns, in the order in which its arrays have them."""
+"""Indexes of a plan's columns in its arrays."""
 
 
 class DecodeRoster:
@@ -157,7 +157,7 @@ class StepPlan:
 
     def count_tenants(self, sequences: list[LiveSequence]) -> Counter[TenantState]:
         """Return how many of these sequences, which are some of the step's, each tenant has."""
-        # Usually these are all sequences of the step, with one row each.
+        # Usually `sequences` are all sequences of the step, with one row each.
         return self.tenant_rows if len(sequences) == len(self) else Counter(map(_TENANT, sequences))
 
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:

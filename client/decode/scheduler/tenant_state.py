@@ -154,7 +154,7 @@ class LiveSequence:
 
     @property
     def row(self) -> int:
-        """Its row in the last step that has one: that row's result is the token at `next_position`."""
+        """Its row in the last step in which it has one. That row's result is the token at `next_position`."""
         return int(self._columns.row.item(self.table))
 
     @row.setter

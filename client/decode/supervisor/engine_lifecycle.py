@@ -241,7 +241,7 @@ class RequestsInProgress(Protocol):
         """Return the number of tokens that it has emitted; 0 if it has ended."""
 
     def is_computable(self, request_id: str) -> bool:
-        """Return whether it would get rows after its admission.
+        """Return whether a request would get rows after its admission.
 
         A suspended tenant's request would not, and a group that waited for it would hold up all others.
         """
@@ -468,8 +468,8 @@ class EngineLifecycle(Generic[EngineT]):
             group = isolation.next(requests.is_computable)
         effects: list[Effect[EngineT]] = []
         if group:
-            # Step 3: each step in progress may have reached one token further. A suspect is cleared only when it has
-            # emitted that many more.
+            # Step 3: each step in progress may have computed one more token. A suspect is cleared only once it has
+            # emitted that many more tokens.
             cleared_at = {name: requests.emitted_tokens(name) + MAX_UNANSWERED_STEPS for name in group}
             self.phase = Isolating(phase.engine, phase.since, cleared_at, phase.pending_loss)
             fields = {"group": len(group), "suspects": isolation.count}

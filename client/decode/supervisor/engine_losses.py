@@ -35,7 +35,9 @@ TRIES_LOGGED: Final = 8
 """The first attempts to open an engine, up to this number, are all logged."""
 
 TRIES_PER_LINE: Final = 12
-"""After those, one attempt in TRIES_PER_LINE is logged: with pauses of MAX_PAUSE_S, one per minute."""
+"""After the first TRIES_LOGGED attempts, one attempt in TRIES_PER_LINE is logged: with pauses of MAX_PAUSE_S, one per
+minute.
+"""
 
 REPLAY_WAIT_S: Final = 300.0
 """Seconds for which requests wait for another engine after a loss. Callers must not wait forever."""

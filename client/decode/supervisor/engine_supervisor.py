@@ -209,8 +209,8 @@ class EngineSupervisor:
         """Process the report, which no step made, that a lease is lost or is about to be."""
         if not self._life.is_engaged(serving):
             return
-        # A drain ends the lease only later. In a fleet `lease_warned` moves the load in time. On a single daemon only
-        # the operator knows where to move it.
+        # A drain ends the lease only at its deadline. In a fleet, `lease_warned` moves the load before that. On a
+        # single daemon only the operator knows where to move the load.
         if isinstance(error, Drained) and serving.lease.is_alive:
             if not serving.is_of_fleet:
                 self.log.warning(
@@ -344,7 +344,7 @@ class EngineSupervisor:
     async def move(self, address: str | None = None, spec: EngineSpec | None = None) -> None:
         """Open an engine on another lease while this one serves, then move all sequences there between two steps.
 
-        `Decoder.move` says more. If `spec` is given, this engine and all later ones are opened with it.
+        See `Decoder.move`. If `spec` is given, this engine and all later ones are opened with it.
         """
         # Use a separate task, so that a cancelled caller can still wait until the move is undone.
         task = self._tasks.start(self._move(address, spec))

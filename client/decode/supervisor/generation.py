@@ -22,8 +22,9 @@ class Emitted:
         token: The token.
         position: Its place in the sequence; the prompt's first token has place 0.
         log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
-        attempt: How often the sequence had been replayed by then, which does not affect the tokens.
-        ranks: The likeliest tokens at its place with the logarithms of their probabilities, if they were requested.
+        attempt: How often the sequence was replayed before this token; replays do not affect the tokens.
+        ranks: The likeliest tokens at its position, with the logarithms of their probabilities, if the caller requested
+            these.
     """
 
     token: int

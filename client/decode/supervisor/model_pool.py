@@ -125,7 +125,7 @@ class _PoolFeed(DecoderObserver):
         self._pool, self._model, self._opened = pool, model, opened
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Release a use if this sequence was the last one that it held."""
+        """Release a use of the model if this sequence was the last one that the use held."""
         for ticket, use in list(self._opened.uses.items()):
             use.held.discard(report.request_id)
             if use.is_finished and not use.held:
@@ -174,7 +174,8 @@ class ModelPool:
         # By ticket: the tenant of a request that waits for its model, and the future of its admission or refusal.
         self._waiting: dict[int, tuple[str, asyncio.Future[Refuse | None]]] = {}
         self._tickets = count(1)
-        # Caches by model or path. Each value is valid while the state beside it, of files and settings, is the same.
+        # Caches, by model or path. Each value is stored with the state of the files and settings from which it was
+        # made, and is valid while that state is the same.
         self._computed_by: dict[str, tuple[object, ComputedBy]] = {}
         self._tokenizers: dict[Path, tuple[object, Tokenizer]] = {}
         self._shared: dict[str, tuple[object, tuple[SharedPrefix, ...]]] = {}
@@ -190,7 +191,7 @@ class ModelPool:
         terms = await self._terms_of(self._specs)
         with _refusing_large_models():
             self.residency = ModelResidency(self._limits, terms)
-        # Now, while no steps stop for it: the first request with a grammar would do it otherwise.
+        # Load them now, while there are no steps to delay. Otherwise the first request with a grammar would load them.
         await asyncio.to_thread(self._load_libraries)
         self._apply(self.residency.start(self._clock()))
         try:
@@ -332,7 +333,7 @@ class ModelPool:
         self._apply(self.residency.drain(self._clock()))
 
     async def change(self, specs: Mapping[str, ModelSpec]) -> None:
-        """Serve these models from now on. `ModelResidency.change` says what happens to the others.
+        """Serve these models from now on. `ModelResidency.change` describes what happens to other models.
 
         Raises InvalidRequest for a model that is larger than the card's memory for models: nothing changes then.
         """
@@ -356,7 +357,7 @@ class ModelPool:
             if prefixes := self._read_texts(name, checkpoint, spec):
                 size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
         except GpuLeaseError as error:
-            # The other models are served. Requests for this one get the error of its load.
+            # Serve the other models. Requests for this one get the error of its load.
             self.log.failure("model_not_measured", error, model=name)
         # Regions with a fixed life are moved even without requests, so their session can't stay parked.
         is_parkable = spec.settings.region_life_s is None
@@ -366,7 +367,7 @@ class ModelPool:
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
 
     def _read_texts(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> tuple[SharedPrefix, ...]:
-        """Read a model's tokenizer, and return the tokens of its shared prefixes: again only if they have changed.
+        """Return the tokens of a model's shared prefixes. Reads the tokenizer, but only if something has changed.
 
         Another process reads them, since the steps of other models would stop meanwhile. Raises ModelRejected, and
         TextProcessesFailed.

@@ -196,7 +196,7 @@ class ServingEngine:
         await self._report_end(user)
 
     async def _follow_regions(self) -> None:
-        """Record the ends of regions as the daemon reports them, because there is no shared memory that shows them."""
+        """Record the ends of regions as the daemon reports them, because no shared memory shows them."""
         while self.lease.is_alive:
             with suppress(GpuLeaseError):
                 await drive(follow_regions(state_of(self.lease)))

@@ -81,7 +81,8 @@ class TenantMoves:
 
     Attributes:
         count: How often a tenant's sequences moved to another region.
-        is_paused: Whether `watch` does nothing, because the engine is parked: any copy would bring it back.
+        is_paused: Whether `watch` does nothing, because the engine is parked and any copy would bring it back to the
+            card.
     """
 
     def __init__(self, user: MovesUser) -> None:

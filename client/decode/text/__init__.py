@@ -1,1 +1,1 @@
-"""Text to tokens and back, as the model's authors did it; and chats as their models read them."""
+"""Converts text to tokens and back, exactly as the model was trained, and chats to prompts in the model's format."""

@@ -24,7 +24,7 @@ END_TEXTS: Final = frozenset(
         *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
     }
 )
-"""Tokens of these texts end a sequence, whatever type the file gives them."""
+"""Tokens with these texts end a sequence, whatever type the file gives them."""
 
 FILL_TEXTS: Final = {
     "fim_pre": (
@@ -64,10 +64,10 @@ FILL_TEXTS: Final = {
 """Texts of the tokens for filling gaps in programs (fill in the middle)."""
 
 FILL_ENDS: Final = ("fim_pad", "fim_rep", "fim_sep")
-"""Fill tokens that also end a sequence. A key names the token, or else its text identifies it."""
+"""Fill tokens that also end a sequence. A key names each of them or, without that key, its text identifies it."""
 
 CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
-"""Tokens of these texts are control tokens, whatever type the file gives them."""
+"""Tokens with these texts are control tokens, whatever type the file gives them."""
 
 
 def control_tokens(metadata: Members) -> list[int]:
@@ -80,7 +80,7 @@ def control_tokens(metadata: Members) -> list[int]:
 
 
 def begin_token(metadata: Members) -> int | None:
-    """Return the begin token; None if prompts have none. Raises ModelRejected if they have one that no key names."""
+    """Return the begin token; None if prompts have none. Raises ModelRejected if prompts have one that no key names."""
     # SentencePiece vocabularies begin prompts with a token by default; others only for some pre-tokenizers.
     default = metadata.text(f"{AT}model", "") == "llama" or metadata.text(f"{AT}pre", "") in BEGINS
     if not metadata.flag(f"{AT}add_bos_token", default):

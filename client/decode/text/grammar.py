@@ -44,7 +44,9 @@ GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
     # An error that contains the parser's state would be longer than the grammar.
     "verbose_errors": False,
 }
-"""llguidance's limits on a grammar's compilation, on one mask, and on a grammar's states, of about 2 kB each."""
+"""llguidance's limits on a grammar's compilation, on the work for one mask, and on the number of a grammar's states,
+about 2 kB each.
+"""
 
 MAX_EXPANDED_ITEMS: Final = 100_000
 """Maximum number of characters of a grammar's regular expressions, with their repetitions written out, and of its
@@ -79,7 +81,9 @@ _COMBINING: Final = frozenset(
         *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
     }
 )
-"""Keywords by which several schemas describe one object. If each were closed, each would forbid the others' members."""
+"""Keywords with which several schemas describe one object. If each schema were closed, it would forbid the members of
+the others.
+"""
 
 _OF_MEMBERS: Final = frozenset({"anyOf", "patternProperties", "minProperties", "propertyNames", "dependentRequired"})
 """Keywords that, next to `properties`, may refer to members that are not listed there."""
@@ -119,7 +123,7 @@ MAX_COMPILE_S: Final = 4.0
 time grows with the square of their length, and its own limits would end that only after a minute."""
 
 _PANIC: Final = "panic: "
-"""The beginning of a message by which the library reports that it stopped at a mistake of its own."""
+"""The beginning of a message with which the library reports that it panicked."""
 
 _TOKEN: Final = re.compile(r"<\[[\d,^ -]*\]>")
 """Finds a grammar's tokens that are written as numbers."""
@@ -151,9 +155,9 @@ def string_literal(text: str) -> str:
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema that limits objects to the members in their `properties`, unless it allows others.
 
-    In JSON Schema an object may have any further members, and a model without anything to say would write such members
-    until its tokens are used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text that the result allows
-    is allowed by the schema. A schema with keywords that could break this rule is returned unchanged.
+    In JSON Schema an object may have any further members, and a model might write such members until its tokens are
+    used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text that the result allows is allowed by the
+    schema. A schema with keywords that could break this rule is returned unchanged.
     """
     # Make a copy, because the template may show the same schema.
     document = json.loads(json.dumps(schema))
@@ -197,7 +201,7 @@ def check_grammar(text: str) -> None:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
     _check_work(text)
     begin_s = time.process_time()
-    # The tokens of the model are not known here, so replace their numbers by that of a byte.
+    # The model's tokens are not known here, so replace each token's number by the number of a byte.
     matcher = _library().LLMatcher(_byte_tokenizer(), _TOKEN.sub("<[0]>", text), log_level=0, limits=_limits())
     _check_matcher(matcher)
     if time.process_time() - begin_s > MAX_COMPILE_S:
@@ -243,7 +247,8 @@ class GrammarMasks:
                 self.mask, self.is_ready = work.result(), True
                 on_ready()
                 return
-            # Copies share the library's lexer. It may be full, or broken, so compile the grammar anew for others.
+            # Copies of a matcher share the library's lexer, which may be full or broken, so compile the grammar again
+            # for others.
             self._grammars.forget(self._key)
             if self.on_failed is not None:
                 assert isinstance(error, GrammarRefused)
@@ -435,7 +440,7 @@ def expanded_items(regex: str, *, is_least: bool = False) -> float:
         if part[0] == "[":
             depth += 1
         elif depth:
-            # This is inside a class, which counts as one character.
+            # This is inside a character class, which counts as one character.
             depth -= part == "]"
         if depth:
             last = 0

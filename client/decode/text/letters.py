@@ -1,4 +1,4 @@
-"""GPT-2's letters: one printable character for each byte, in which byte-level vocabularies are written."""
+"""GPT-2's letters: one printable character for each byte. Byte-level vocabularies are written in these."""
 
 from typing import Final
 

@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 _USERS: Final = ("0", "Hello")
-"""Messages of two users. What the prompts of both begin with is what chats with the same system message begin with, but
-perhaps for the last token, which a message's first character may change: then its block is computed with the prompt."""
+"""Two different users' messages. The common beginning of their prompts is the beginning of all chats with the same
+system message, except perhaps for its last token, which a message's first character may change. In that case the
+token's block is computed with the prompt.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPrefix:
-    """A prefix as the operator writes it: a text, a system message or tokens.
+    """A prefix from the operator's settings: a text, a system message or tokens.
 
     Attributes:
         name: Its name.
-        text: What completions' prompts begin with; "" if it is not a text.
-        system: The system message with which chats begin; "" if it is not one.
-        token_ids: The tokens; () if it is not given so.
+        text: The text with which prompts of completions begin; "" if the prefix is not a text.
+        system: The system message with which chats begin; "" if the prefix is not one.
+        token_ids: The tokens; () if the prefix is not given as tokens.
     """
 
     name: str

@@ -103,7 +103,7 @@ def _longest_entry(library: tokenizers.Tokenizer, *, is_byte_level: bool) -> int
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     vocabulary = library.get_vocab(with_added_tokens=False)
-    # Each letter is one byte.
+    # Each character of the text is one byte.
     if is_byte_level:
         return max(map(len, vocabulary)) if LETTERS.keys() <= vocabulary.keys() else None
     if model.byte_fallback and all(token in vocabulary for token in _BYTE_TOKENS):

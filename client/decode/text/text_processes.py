@@ -260,7 +260,7 @@ class TextProcesses:
 
 
 def _tokenizer_file(tokenizer: Tokenizer, context: int, limits: TextLimits) -> int:
-    """Write what a fork server reads into memory, once: so one that replaces a lost one starts without the loop's help.
+    """Write a fork server's input to a file in memory, once, so that a replacement starts without the loop's help.
 
     Returns the file's descriptor.
     """

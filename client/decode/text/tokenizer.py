@@ -35,16 +35,16 @@ PIECES_STEPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What the library knows of a vocabulary, as plain values: enough to turn tokens into text.
+    """The contents of a vocabulary as plain values: enough to turn tokens into text.
 
     Attributes:
-        text: The text of a tokenizer.json with all of it, in UTF-8. From it, the library is loaded.
+        text: The text of a complete tokenizer.json, in UTF-8, from which the library is loaded.
         vocabulary: Number of tokens that texts can contain.
         added: The added tokens, each with its name, and whether it is special.
-        pieces: The bytes that the tokens stand for, one after the other.
+        pieces: The bytes that the tokens stand for, concatenated.
         ends: The end of each token's bytes in `pieces`, as i32.
         begins_with_space: Whether a space at the beginning of a text is not part of it.
-        most_bytes_per_token: That of the tokenizer.
+        most_bytes_per_token: `Tokenizer.most_bytes_per_token`.
     """
 
     text: bytes
@@ -59,8 +59,8 @@ class TokenTable:
 class Tokenizer:
     """A model's tokenizer.
 
-    One that was made of a table loads the library when it is first needed, to tokenize a text: for a large vocabulary
-    that takes a second, in which no other Python code of this process runs.
+    A tokenizer that was made from a table loads the library when it first tokenizes a text. For a large vocabulary that
+    takes a second, in which no other Python code of this process runs.
 
     Attributes:
         begin_token: The token that every prompt begins with; None if there is none.

@@ -22,10 +22,12 @@ MAX_DEFINITIONS: Final = 512
 multiplies."""
 
 MAX_DEPTH: Final = 64
-"""Maximum number of groups in one another."""
+"""Maximum depth of nested groups."""
 
 MAX_STACKED: Final = 4
-"""Maximum number of repetitions right behind one another: each is a level around the part, as a group is."""
+"""Maximum number of repetitions of one part directly after one another. Each nests the part one level deeper, like a
+group.
+"""
 
 MAX_COUNT: Final = 1_000_000
 """Highest number of repetitions."""
@@ -190,7 +192,8 @@ class _Reader:
         parts: list[Part] = []
         while (part := self._item()) is not None:
             parts.append(part)
-        # In Lark, alternatives may name nodes of a syntax tree. There is none.
+        # In Lark, an alternative may have an alias, which names a node of the syntax tree. Ignore it: no tree is built
+        # here.
         self._taken("alias")
         return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
@@ -318,7 +321,7 @@ class _Reader:
             self._place = space.end()
 
     def _definition(self) -> re.Match[str] | None:
-        """Return the begin of a definition here; None if here is none, or not at the begin of a line."""
+        """Return the beginning of a definition if there is one here, at the beginning of a line; otherwise None."""
         match = self._name.match(self._text, self._place)
         # Search the line only after a name: a search for each token would take quadratic time for a long line.
         if match is None or self._text[self._text.rfind("\n", 0, self._place) + 1 : self._place].strip():
@@ -342,7 +345,7 @@ class _Reader:
     def _taken(self, kind: str) -> re.Match[str] | None:
         """Consume the next token and return its match if it is of this kind; else return None."""
         token = self._next()
-        # Both syntaxes have kinds that the other one does not have.
+        # Each of the two syntaxes has kinds of tokens that the other lacks.
         if token is None or kind not in token.re.groupindex or token[kind] is None:
             return None
         self._place = token.end()
@@ -378,7 +381,7 @@ class _Grammar:
         names = numbered | {name: name for name in self._imports}
         lines = [f"%import common.{name}" for name in sorted(set(self._imports))]
         lines += [f"%ignore {_written(part, names)}" for part in self._ignored]
-        # The rule `start` refers to the grammar's own: other rules may refer to that, too.
+        # The rule `start` refers to the grammar's root rule, because other rules may refer to the root as well.
         lines.append(f"start: {names[self._root]}")
         lines += [f"{numbered[name]}: {_written(part, names)}" for name, part in self._parts.items()]
         return "\n".join(lines)

@@ -197,7 +197,7 @@ def _updated(
 def batches(tokens: Tokens, random: np.random.Generator) -> Iterator[Tokens]:
     """Yield rows [BATCH, CONTEXT + 1] from random places, without end."""
     while True:
-        # A row has one token more than the context: the last one is only predicted.
+        # A row has one more token than the context: its last token is only predicted.
         starts = random.integers(0, len(tokens) - CONTEXT - 1, BATCH)
         yield np.stack([tokens[start : start + CONTEXT + 1] for start in starts])
 

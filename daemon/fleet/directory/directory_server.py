@@ -207,7 +207,7 @@ class DirectoryServer:
                 sock.close()
                 continue
             self._sources[source] += 1
-            # Each handshake has its own task: one that stalls delays no other.
+            # Each handshake runs in a separate task, so that a stalled one delays no other.
             task = loop.create_task(self._open(sock, source, address))
             self._openings.add(task)
             task.add_done_callback(self._openings.discard)

@@ -24,7 +24,7 @@ find room at none of eight candidates."""
 
 @dataclass(frozen=True, slots=True)
 class PlaceQuery:
-    """A request for a place.
+    """A request for nodes on which a lease could be placed.
 
     Attributes:
         size_bytes: Bytes of one card.

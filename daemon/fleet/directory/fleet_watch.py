@@ -196,7 +196,7 @@ class FleetWatch:
         """Return why the directory can't answer now; None if it can."""
         if self._is_read and self.age_s() <= VIEW_LIMIT_S:
             return None
-        # Without a current view every answer could be wrong, so say why there is none.
+        # Without a current view every answer could be wrong, so answer with the reason for its absence.
         cause = f"has not reached etcd for {self.age_s():.0f} s"
         if not self._is_read:
             cause = "has not read the fleet's records from etcd yet"
@@ -302,7 +302,7 @@ class FleetWatch:
             asked_s = self._clock()
             answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))
             if isinstance(answer, TransactionAnswer):
-                # Use the time of the request, not of the answer: the view is at least as fresh as that.
+                # Use the time of the request, not of the answer: the view is at least that recent.
                 self._confirmed_s = asked_s
             else:
                 self._reason = answer.reason

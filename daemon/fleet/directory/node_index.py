@@ -1,4 +1,4 @@
-"""A view's nodes, indexed by the properties that placements request: room, labels, cards.
+"""The nodes of a view, indexed by the properties that a request for a lease can ask for: room, labels, cards.
 
 It lets a directory of ten thousand nodes answer without visiting each node, also if no node fits: impossible requests
 cost no more than others. A heartbeat that changes nothing about a node changes nothing here.
@@ -26,7 +26,7 @@ class Room(IntEnum):
 
 
 Rooms = tuple[int, ...]
-"""The largest slice that a card with each kind of Room would grant; -1 if there is no such card."""
+"""For each kind of Room, the largest slice that one of the node's cards could grant; -1 if no card has that kind."""
 
 
 class NodeView(NamedTuple):
@@ -156,7 +156,7 @@ class NodeIndex:
             self._by_card.setdefault(text, {})[node_id] = rooms
 
     def _list(self, node_id: str, rooms: Rooms) -> None:
-        # A sorted list for each kind of room: remove the old place and insert the new one, each by bisection.
+        # There is a sorted list for each kind of room: remove the old entry and insert the new one, each by bisection.
         before = self._listed.pop(node_id, ())
         if rooms:
             self._listed[node_id] = rooms

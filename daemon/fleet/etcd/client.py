@@ -74,8 +74,9 @@ KEEPALIVE_LIMIT_MS: Final = 2_000
 """Longest time until a ping is answered. So a watch leaves a hanging or disconnected member after 8 s."""
 
 READ_TRIES: Final = 3
-"""A read waits for one member at most its whole time divided by this number, so that a hanging member leaves time for
-others."""
+"""A read waits for one member no longer than its whole time divided by this number, so that there is time for other
+members if one hangs.
+"""
 
 WATCH_LIFE_S: Final = 600.0
 """Longest life of one watch's stream. The watch then continues on another stream, so that a stream that is broken
@@ -402,7 +403,7 @@ class EtcdClient:
             kvs: list[KeyValue] = []
             while not is_last:
                 request.revision = revision
-                # Each page may come from another member: the revision makes them one snapshot.
+                # Each page may come from another member; the common revision makes all pages one snapshot.
                 page = await self._attempt(partial(_read_page, request), is_read=True)
                 if isinstance(page, Unknown | TransactionRejected):
                     return page
@@ -442,7 +443,7 @@ class EtcdClient:
             create = messages.WatchCreateRequest(
                 key=prefix, range_end=_prefix_end(prefix), start_revision=revision, progress_notify=True
             )
-            # etcd confirms the watch first; a member that does not is left for another one.
+            # etcd confirms the watch first. If a member does not, use another member.
             async with asyncio.timeout(self._settings.timeout_s):
                 await call.write(messages.WatchRequest(create_request=create))
                 reply = await call.read()
@@ -472,7 +473,7 @@ async def _read_page(request: Any, member: _EtcdMember, limit_s: float) -> Any:
 async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _EtcdMember | None:
     """Return the member that connects first, of all tried at once; None if none does in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
-    # Try all at once, so that members that are down cost no time if one is up.
+    # Try all members at the same time, so that those that are down cost no time if one is up.
     try:
         done, _ = (
             await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED) if tasks else ((), ())

@@ -53,7 +53,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
     fds: list[int] = []
     path = None
     try:
-        # All or none: a key without its certificate would be of no use.
+        # Open all files or none: a key without its certificate would be useless.
         for path in files.values():
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         stats = [os.fstat(fd) for fd in fds]

@@ -5,16 +5,15 @@
     /gpulease/v1/names/NAME     ClaimRecord: which node serves a name; the epoch follows from its mod revision
     /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim, so that one read lists a node's
                                 claims
-    /gpulease/v1/clocks/SLOT    a node's clock, with which members compare the rates of their clocks
-    /gpulease/v1/held/NODE/TENANT/LEASE  empty, written and deleted with the lease's entry in a quota
-    /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
-    /gpulease/v1/quota_default  the quota of each tenant that has none by name
-    /gpulease/v1/fenced/NODE    empty: the node's memberships from before this key's mod revision are over
-    /gpulease/v1/generation     the store's generation key, created once: a restored backup has an older one
-    /gpulease/v1/epochs         EpochsRecord: the generation under which nodes may claim names, and the base of epochs
-    /gpulease/v1/joined         the node that joined last, written by each node: a restored backup has an older one
-    /gpulease/v1/compaction     empty; the node that rewrites it removes etcd's history before the previous write
-    /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
+    /gpulease/v1/clocks/SLOT a node's clock, with which members compare the rates of their clocks
+    /gpulease/v1/held/NODE/TENANT/LEASE empty, written and deleted with the lease's entry in a quota
+    /gpulease/v1/quotas/TENANT/SHARD a part of a tenant's quota /gpulease/v1/quota_default the quota of each tenant that
+    has none by name /gpulease/v1/fenced/NODE empty: the node's memberships that began before this key's mod revision
+    have ended /gpulease/v1/generation the store's generation key, created once: a restored backup has an older one
+    /gpulease/v1/epochs EpochsRecord: the generation under which nodes may claim names, and the base of epochs
+    /gpulease/v1/joined the node that joined last, written by each node: a restored backup has an older one
+    /gpulease/v1/compaction empty; the node that rewrites it removes etcd's history before the previous write
+    /gpulease/v1/horizon seconds after which a silent node's claimed leases have ended, the same for all nodes
 
 A reader ignores members that it does not know, so that nodes of two versions can form one fleet.
 """

@@ -1,4 +1,4 @@
-"""Clock rates: a node whose clock runs at another rate than the others' compensates for that.
+"""Clock rates: a node with a clock that runs faster or slower than the other nodes' clocks compensates for that.
 
 The fleet's deadlines and waits are correct only while no clock's rate is wrong by more than rho. So up to 16 nodes
 publish facts about their last heartbeat in slots: its revision, and two times of their own clock between which etcd

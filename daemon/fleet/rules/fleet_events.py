@@ -264,7 +264,7 @@ class QuotaWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class QuotaDropped(Message):
-    """The broker no longer waits for quota bytes. If it gets them anyway, the member returns them."""
+    """The broker no longer waits for quota bytes. If the member gets them anyway, it returns them."""
 
     OP: ClassVar[str] = "drop_count"
     request: Request
@@ -341,7 +341,7 @@ class Compact:
 
 @dataclass(frozen=True, slots=True)
 class ArmFleetTimer:
-    """Send FleetTimerFired at this time. The last order replaces earlier ones."""
+    """Send FleetTimerFired at this time. A new order replaces the earlier one."""
 
     due_ns: int
 

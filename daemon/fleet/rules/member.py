@@ -144,8 +144,9 @@ EPOCH_GAP: Final = 10**9
 more than the number of revisions that etcd makes in days."""
 
 _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
-"""Reasons for the end of a membership after which what this daemon knows of its claims may concern another daemon, or
-another store."""
+"""Reasons for the end of a membership after which this daemon must forget its claims, because they may belong to
+another daemon or another store.
+"""
 
 OnAnswer = Callable[[TransactionAnswer, int, int], None]
 """Takes an answer, its sending time, and the time now."""
@@ -199,8 +200,9 @@ class Member:
         self._highest_epoch = 0
         """An upper bound of all epochs from before a renewed generation, as far as this node knows."""
         self._unsettled_ns: int | None = None
-        """Since when this node knows the present generation, under which earlier leases may live; None: it knows
-        none."""
+        """Time since which this node knows the present generation, under which earlier leases may live; None if it
+        knows none.
+        """
         self._is_settling = False
         self._joined_revision = 0
         """The revision of the last join that this node saw."""
@@ -338,7 +340,7 @@ class Member:
         return f"etcd is at revision {answer.revision}, but was at {floor}" if answer.revision < floor else ""
 
     def _lose_store(self, text: str, answer: TransactionAnswer, due_ns: int = 0) -> None:
-        """Lose the membership of a store that is not the joined one, or that is an earlier state of it.
+        """Lose the membership because the store is not the joined one, or an earlier state of it.
 
         An earlier state of the store can't be distinguished from the joined store once its revisions have risen again.
         So the identity remembers that the store was restored. Another cluster can be recognised by its number at any

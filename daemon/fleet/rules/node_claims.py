@@ -125,7 +125,7 @@ class NodeClaims:
         self.live = {name: epoch - self._membership.epoch_base for name, epoch in epochs.items()}
 
     def lose(self, *, forgets: bool) -> None:
-        """Drop all claims. `forgets`: earlier ones may belong to another daemon, or to another store."""
+        """Drop all claims. `forgets`: whether earlier claims may belong to another daemon, or to another store."""
         self._former = frozenset() if forgets else frozenset(self.live.items())
         self.live = {}
 
@@ -235,8 +235,8 @@ class NodeClaims:
         record = self._claim(answer.found[0])
         if record is None:
             request.refusal = ClaimRefusal.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
-        # The claim is this node's own. It is from an earlier incarnation, or from an attempt that no one knows any
-        # more.
+        # The claim is this node's own. It is from an earlier incarnation, or from an attempt of a request that has
+        # ended.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
             is_earlier = record.incarnation != membership.incarnation

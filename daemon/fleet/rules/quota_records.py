@@ -92,7 +92,7 @@ class Shard:
 
 
 def has_sound_budgets(shards: Iterable[Shard]) -> bool:
-    """Return whether all shards of a tenant are readable, and the sum of their budgets would fit in one of them."""
+    """Return whether all shards of a tenant are readable, and one shard could hold the sum of their budgets."""
     listed = list(shards)
     return all(shard.is_readable for shard in listed) and sum(shard.budget_bytes for shard in listed) <= MAX_QUOTA_BYTES
 

@@ -64,8 +64,9 @@ MAX_DROPS: Final = 64
 """Maximum number of entries of dead nodes that one attempt removes. Limits a transaction, like MAX_LOOKS."""
 
 MAX_LOOKS: Final = 32
-"""Maximum number of nodes that one attempt checks, by two reads each. Limits a transaction: etcd accepts 128 operations
-in one."""
+"""Maximum number of nodes that one attempt checks, with two reads each. Limits a transaction: etcd accepts 128
+operations in one.
+"""
 
 MAX_REQUESTS: Final = 1_024
 """Maximum number of claims of bytes that may wait on one node. Limits how often tenants can make a node ask etcd."""
@@ -176,7 +177,7 @@ class QuotaShards:
         Args:
             forgets: Whether the earlier entries may belong to another daemon, or to another store.
         """
-        # While this daemon knows them, their bytes can be returned without a wait.
+        # As long as this daemon remembers these leases, it can return their bytes without a wait.
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 

@@ -39,7 +39,7 @@ class StoreHistory:
         return Get(COMPACTION)
 
     def forget(self) -> None:
-        """Forget earlier observations, so that they remove nothing: the store may be another one."""
+        """Forget earlier observations, because the store may be another one, whose history they must not remove."""
         self._mark = None
 
     def observe(self, items: tuple[KeyValue, ...], now_ns: int) -> None:

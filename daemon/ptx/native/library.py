@@ -47,7 +47,7 @@ def matrix_code() -> tuple[NativeCode, NativeCode]:
     """Compile the products of matrices and bind them by name. Starts no thread."""
     products = FLOATS, BYTES, DOUBLES
     lanes = _bound("matrix.ll", [LANES_PART + product for product in products])
-    # The warps' functions call those for lanes, so these come second.
+    # The functions for warps call those for lanes, so bind them second.
     return lanes, _bound(
         "warp_matrix.ll", [*(WARPS_WHOLE + number for number in products), LOAD_ROWS, STORE_ROWS, TURN_MATRIX]
     )
@@ -61,6 +61,6 @@ def _bound(file: str, names: Sequence[str]) -> NativeCode:
 
 
 def bind_library() -> None:
-    """Bind all of it, for kernels compiled in this process or an earlier one. Starts no thread."""
+    """Bind the whole library, for kernels compiled in this process or an earlier one. Starts no thread."""
     block_code()
     matrix_code()

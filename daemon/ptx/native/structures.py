@@ -33,10 +33,10 @@ class ThreadState(IntEnum):
 class FrameHead(ctypes.Structure):
     """Head of a waiting thread's frame: the thread's request, and the result that it reads when it resumes.
 
-    `kind` is the barrier's number, or what must be equal for threads to exchange; `members` the barrier's number of
-    threads (0: all), or the member mask; `flag` the predicate contributed; `line` the PTX line; `place` the thread's
-    indices, packed. Results: `group` is the lanes that exchanged, or the number of threads at the barrier; `ballot`
-    those lanes with the flag set, or their number.
+    `kind` is the barrier's number, or the value that must be equal for threads to exchange; `members` the barrier's
+    number of threads (0: all), or the member mask; `flag` the predicate contributed; `line` the PTX line; `place` the
+    thread's indices, packed. Results: `group` is the lanes that exchanged, or the number of threads at the barrier;
+    `ballot` those lanes with the flag set, or their number.
     """
 
     _fields_ = (
@@ -111,11 +111,11 @@ class Fault(ctypes.Structure):
 
 
 class BlockEnvironment(ctypes.Structure):
-    """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
+    """The environment in which a block runs: the context's memory and the block's areas, as host addresses and sizes.
 
-    `block` is the flat number of the block that is in it, or of the first of some; `resumes` is 1 if that block was set
-    aside and continues, 0 if it begins; `next` links environments. `returned` is the address of a `Returned`; stray
-    atomic operations of the block go to `scratch`, which is zeroed for each.
+    `block` is the flat number of the block that runs in it, or of the first of several; `resumes` is 1 if that block
+    was set aside and continues, 0 if it begins; `next` links environments. `returned` is the address of a `Returned`;
+    stray atomic operations of the block go to `scratch`, which is zeroed for each.
     """
 
     _fields_ = (
@@ -138,7 +138,7 @@ class BlockEnvironment(ctypes.Structure):
 
 
 class Returned(ctypes.Structure):
-    """The regions that have ended, for accesses that find nothing in the shadow table.
+    """The ended regions, for accesses that find nothing in the shadow table.
 
     Regions begin at `start` and take `granules` granules. `counters` is the address of a table with one word for each:
     the address of its region's count of stray accesses, 0 if it is in no ended region. `strays` counts those of all
@@ -225,10 +225,10 @@ PARAMETERS_OFFSET = ctypes.sizeof(QueuedLaunch)
 class KernelRunning(ctypes.Structure):
     """How a kernel runs; team.ll, stream.ll and submit.ll have the same offsets.
 
-    `block_ns` is how long a block of it took last, 0 if that is not known. `entry` is the address of its runner, 0
-    before it is compiled. `first_code_ns` is for how much longer launches may run its first code: the stream counts it
-    down, and when it becomes negative, native code stops launching the kernel until Python has optimised it. 0 means
-    that the code is not timed: it is optimised.
+    `block_ns` is how long one block took at the last launch, 0 if that is not known. `entry` is the address of its
+    runner, 0 before it is compiled. `first_code_ns` is the time that launches may still spend in its first code. The
+    stream counts it down. When it becomes negative, native code stops launching the kernel until Python has optimised
+    it. 0 means that the code is already optimised, and not timed.
     """
 
     _fields_ = (

@@ -40,7 +40,7 @@ _GROUPED = "wgmma"
 
 
 def _advice(opcode: str, modifiers: list[str]) -> str | None:
-    """Return what to use in place of an instruction that is refused with any operands; None for other instructions."""
+    """Return the advice for an instruction that is refused whatever its operands are; None for other instructions."""
     if opcode in _TEXTURED:
         return "read and write plain memory instead of textures and surfaces"
     if opcode == _GROUPED or "tensor" in modifiers:
@@ -213,7 +213,7 @@ class BodyParser(CallParser):
             if cursor.peek.text in LISTS:
                 self.scope.listings[opcode.text] = self.parse_listing()
             return
-        # Step 2: the modifiers, one directive each.
+        # Step 2: the modifiers, each of which is one directive token.
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)

@@ -301,7 +301,7 @@ class _ImageParser:
                     if prod(self._parse_dims()) > 1:
                         raise cursor.problem("clusters of several blocks are not supported", at)
                 case "explicitcluster":
-                    pass  # Each block is a cluster, as a launch that says so makes it.
+                    pass  # A cluster of one block is what every launch here has, so the directive has no effect.
                 case "minnctapersm" | "maxnreg" | "maxnctapersm" | "maxclusterrank":
                     cursor.integer()
                 case _:

@@ -67,8 +67,8 @@ class Scope:
 
     def declare_range(self, prefix: str, count: int, scalar: Scalar) -> None:
         """Declare the registers prefix0 to prefix(count-1). Raises NameTaken; not all conflicts are detected."""
-        # Two ranges can overlap only if their prefixes are equal, or one is the other plus digits, so that the other is
-        # a stem of it.
+        # Two ranges can overlap only if their prefixes are equal, or if one prefix is a stem of the other: the other is
+        # the stem plus digits.
         stems = list(_stems(prefix))
         if prefix in self._ranges or prefix in self._stems or any(stem in self._ranges for stem in stems):
             raise NameTaken(prefix)

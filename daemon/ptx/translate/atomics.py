@@ -255,7 +255,7 @@ def _apply(t: OperandTranslator, space: Space, pointer: Value, operand: Value, n
     ir.block(start)
     first = ir.value(kind, f"load atomic {kind}, {pointer} seq_cst, align {int(kind[1:]) // 8}")
     ir.block(again)
-    # Name the value of a failed attempt in advance, because the phi that uses it comes before it.
+    # Name the value of a failed attempt in advance, because the phi that uses this value comes first.
     expected = ir.value(kind, f"phi {kind} [ {first.text}, %{start} ], [ %{seen}, %{again} ]")
     before, swapped = _exchange(t, pointer, expected, update(expected))
     ir.emit(f"%{seen} = freeze {before}")

@@ -51,7 +51,7 @@ def link(image: Image) -> Image:
     # Step 3: functions that wait in a loop should also be inlined. Inside a call, a thread can't let other threads run,
     # so it would wait forever.
     turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
-    # If a kernel gets too large by this, call these functions instead, so that the image can at least be loaded.
+    # If inlining makes a kernel too large, call these functions instead, so that the image can at least be loaded.
     if turning - meeting:
         to_inline = meeting | _spread(turning, callers)
         inlined = _inlined(image, functions, to_inline, MAX_WATCHING_INSTRUCTIONS)
@@ -110,7 +110,7 @@ class CallGraph:
 
 
 def watching_functions(image: Image) -> frozenset[str]:
-    """Return the functions that may poll memory which other threads write, themselves or in a function they call.
+    """Return the functions that may poll memory which other threads write, directly or in a function that they call.
 
     "" is one of them if a call through a pointer may call one.
     """

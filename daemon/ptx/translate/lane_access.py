@@ -133,7 +133,7 @@ class _Access:
         slow, last = self._move_each(value)
         ir.branch(done)
         ir.block(done)
-        # The results of a load come from one of the two ways.
+        # The results of a load come from one of the two branches.
         if value is None:
             phi = f"phi {self._vector} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
             loaded = ir.wide_value(self._kind, phi)

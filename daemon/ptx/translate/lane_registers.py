@@ -168,8 +168,8 @@ class LaneRegisters(BodyTranslator):
         saved = self._registers_to_save()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
-        # Step 1: lay out the frame. It has the place to resume at, the lanes that have not ended, and the registers,
-        # each at a multiple of a slot.
+        # Step 1: lay out the frame. It contains the place at which to resume, the lanes that have not ended, and the
+        # registers, each at a multiple of the slot size.
         places, end = [], SHORT_HEAD_BYTES + SLOT_BYTES
         for register in saved:
             places.append(self.ir.offset(FRAME, end))

@@ -168,7 +168,7 @@ class LaneTranslator(LaneRegisters):
             return
         is_back = number <= self._block
         if number < len(self._lanes.blocks) and (is_back or self._takes_all):
-            # Jump directly. No lane waits for a block before this one, and if all lanes are here, none waits at all.
+            # Jump directly. No lane waits for an earlier block, and if all lanes are here, no lane waits for any block.
             self.ir.store(mask, _MASK)
             self.ir.branch(f"in{number}")
             return
@@ -306,7 +306,7 @@ class LaneTranslator(LaneRegisters):
             self._run_one_by_one(instruction, form, modifiers)
 
     def _run_one_by_one(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """Translate as for one thread, in a loop over the lanes that take part. Meanwhile, vectors are in memory."""
+        """Translate as for one thread, in a loop over the lanes that take part. The loop keeps vectors in memory."""
         ir, carry = self.ir, self.carry
         if instruction.opcode in PURE_OPCODES and self._is_guarded:
             # The loop runs at least once, so skip it if the mask is empty.

@@ -3,8 +3,8 @@
 All 32 lanes must take part. In a partial warp, this is a fault. Where the ISA does not define the arithmetic, it is
 that of an H100, see native/matrix.ll.
 
-In an exchange, each thread stores words that the other threads of the warp can read; this code says that it shows them.
-For several consecutive `mma`, there is only one exchange: the first one also shows the operands of the others.
+In an exchange, each thread stores words that the other threads of the warp can read: it "shows" these words. For
+several consecutive `mma`, there is only one exchange: the first one also shows the operands of the others.
 """
 
 from collections.abc import Iterator, Sequence

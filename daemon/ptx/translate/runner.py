@@ -33,7 +33,8 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.waits import Waits
 
-# The first word of a frame after its thread has ended. Before that, it is the place to resume at, 0 for the start.
+# The first word of a frame after its thread has ended. Before that, it is the number of the place at which the thread
+# resumes, 0 for the start.
 ENDED = -1
 
 _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")

@@ -106,7 +106,7 @@ class ThreadTranslator(OperandTranslator):
 
     def suspend(self, status: ReturnStatus) -> None:
         """Write code that returns to the loop over the block, and resumes here when the function is called again."""
-        # Step 1: find the registers that must be saved, because a later instruction may read them.
+        # Step 1: find the registers that must be saved because a later instruction may read them.
         self.carry = None
         saved = self._registers_to_save()
         self._saved_registers += len(saved)

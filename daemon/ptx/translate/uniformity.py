@@ -250,7 +250,7 @@ class _Ways:
         return postdominators
 
     def _meeting(self, number: int) -> int:
-        """Return a branch's end: the first block that is on every path from it. Raises Unordered if there is none."""
+        """Return a branch's end: the first block on every path from the branch. Raises Unordered if there is none."""
         # All other blocks that are on every path from the branch are also on every path from this one.
         candidates = self._behind[number] & ~(1 << number)
         for other in range(self._end + 1):

@@ -1,6 +1,6 @@
 """Writes LLVM IR in which a value is a scalar, the same for all lanes, or a vector with an element for each lane.
 
-Code that translates instructions does not distinguish them. A value's `type` is always that of one lane, and if one
+Code that translates instructions does not distinguish the two. A value's `type` is always that of one lane, and if one
 operand of an operation is a vector, the others are widened. If an operation can't be done on vectors, such as raw text
 or a branch, it raises NotWide.
 """
@@ -8,14 +8,14 @@ or a branch, it raises NotWide.
 from gpulease.daemon.ptx.native.structures import ReturnStatus
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 
-# The names of vectors, and no others, begin with this.
+# The prefix of the names of vectors, and of no other names.
 _WIDE = "%wide"
 
 # Hosts have no vector instructions for these, so LLVM writes an operation for each lane.
 _SCALAR_OPERATIONS = ("sdiv", "udiv", "srem", "urem")
 _SCALAR_INTRINSICS = ("llvm.sin.", "llvm.cos.", "llvm.log2.", "llvm.tanh.")
 
-# Number of lines for which the operation of one lane counts: to extract the elements, compute, and insert the result.
+# Number of lines of IR that one lane's operation counts for: to extract the elements, compute, and insert the result.
 _SCALAR_COST = 4
 
 # The last argument of these intrinsics is a flag, which must be a scalar constant.

@@ -2,7 +2,7 @@
 
 `waits.py` finds the places at which threads wait. Before a wait, the thread describes it in its frame, for
 native/block.ll. When the thread resumes, the frame contains the results. In an exchange, a thread also stores words
-that the other threads of its warp can read afterwards; this code says that it shows them.
+that the other threads of its warp can read afterwards: it "shows" these words.
 """
 
 from collections.abc import Sequence

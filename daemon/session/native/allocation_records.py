@@ -1,7 +1,7 @@
 """The allocations for which serve.ll may copy without Python: a table of fixed size, filled on demand.
 
-An allocation is entered once Python has served a copy of it. Another one at the same place of the table displaces it,
-and is served by Python at its next copy. A record never outlives its allocation.
+An allocation is entered once Python has served a copy of it. Another allocation with the same place in the table
+displaces it; then Python serves the next copy of the displaced one. A record never outlives its allocation.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ all multiples of a power of two (Knuth, The Art of Computer Programming, volume 
 
 
 class AllocationRecord(ctypes.Structure):
-    """A place of the table; serve.ll repeats the offsets, eight bytes a field.
+    """One entry of the table; serve.ll repeats the offsets, eight bytes a field.
 
     handle       The allocation's address; 0 if the place is free.
     size_bytes   Its size.
@@ -41,7 +41,7 @@ class AllocationRecords:
         self._places[_place_of(handle)] = AllocationRecord(handle, size_bytes, is_reusable)
 
     def hide(self, handle: int) -> None:
-        """Leave its copies to Python; one that is not entered is ignored."""
+        """Leave an allocation's copies to Python. Has no effect on an allocation that is not in the table."""
         place = _place_of(handle)
         if self._places[place].handle == handle:
             self._places[place] = AllocationRecord()

@@ -16,8 +16,9 @@ from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.layout import ChainStep, LaunchChainRecord
 
 GATHER_AFTER: Final = 1024
-"""Launches that have waited in a row before a chain is made, which takes as long as about a hundred of them. A context
-that has had a chain serves no other lease, so short sessions should have none."""
+"""Number of launches that have waited in a row before a chain is made. Making one takes as long as about a hundred
+launches. A context that has had a chain serves no other lease, so short sessions should have none.
+"""
 
 LENGTHS: Final = (4, MAX_CHAIN)
 """Lengths of chains, the shorter one first."""

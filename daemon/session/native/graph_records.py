@@ -1,8 +1,8 @@
 """The graphs that serve.ll may replay without Python: a table of fixed size, filled on demand.
 
-A graph is entered once Python has served the same GRAPH_LAUNCH of it twice in a row: then nothing of its frame changes
-but the request id, and nothing is to be bound. Another graph at the same place of the table displaces it, and Python
-serves its next launch. A record never outlives its graph.
+A graph is entered once Python has served the same GRAPH_LAUNCH of it twice in a row: then only the request id differs
+between its frames, and no parameter has to be set. Another graph at the same place of the table displaces it, and
+Python serves its next launch. A record never outlives its graph.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import Frame, build_frame
 
 _PLACES: Final = 64
-"""Places of the table: a graph is at its number modulo this."""
+"""Number of entries: a graph's entry is at the graph's number modulo this."""
 
 _REPLAYS: Final = 2048
 """Replays remembered. More than fit the queue of any driver that can report which launch failed."""
 
 
 class GraphRecord(ctypes.Structure):
-    """A place of the table; serve.ll repeats the offsets, eight bytes a field.
+    """One entry of the table; serve.ll repeats the offsets, eight bytes a field.
 
     number        The graph's number; 0 if the place is free.
     frame_bytes   Size of its GRAPH_LAUNCH.
@@ -79,7 +79,7 @@ class GraphRecords:
         )
 
     def hide(self, number: int) -> None:
-        """Leave its launches to Python; one that is not entered is ignored."""
+        """Leave a graph's launches to Python. Has no effect on a graph that is not in the table."""
         if self._shown.pop(number, None) is not None:
             self._places[number % _PLACES] = GraphRecord()
 
@@ -89,7 +89,7 @@ class GraphRecords:
 
 
 class RecentReplays:
-    """The request ids of the latest replays, by native code and by Python, to name the operation when one fails.
+    """The request ids of the latest replays, by native code and by Python, with which a failure names its operation.
 
     Attributes:
         address: The address of their number, followed by _REPLAYS request ids: that of replay n at n modulo _REPLAYS.

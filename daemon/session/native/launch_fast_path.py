@@ -65,9 +65,10 @@ class LaunchFastPath:
     """Serves one session's expected launches.
 
     It checks the control page before each launch, as `Session` does before any request, and the regions page before a
-    LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame where it is if the frame is
-    not the expected one, is incomplete, or follows a failure. Native code also leaves two kinds of launches to Python:
-    one in another region set than the set in use, and one that is refused for any other reason than a revoked region.
+    LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame in the buffer if the frame
+    is not the expected one, is incomplete, or follows a failure. Native code also leaves two kinds of launches to
+    Python: one in another region set than the set in use, and one that is refused for any other reason than a revoked
+    region.
 
     Args:
         gate: The regions, with the set in use.
@@ -184,7 +185,8 @@ class LaunchFastPath:
             self._note_reported(refusal.told_ns)
         if refusal.wakes:
             return Outcome(refusal.wakes)
-        # Reported: the broker is about to order the region's end. Not reported: what came next is for Python.
+        # If the refusal was reported, the broker is about to order the region's end. If not, Python serves what came
+        # next.
         return Outcome.QUANTUM_OVER if refusal.told_ns else Outcome.FRAMES
 
     def _resume_after(self, native: "NativeServing") -> None:
@@ -388,8 +390,8 @@ class NativeServing:
         front, middle, tail = map(ctypes.addressof, texts)
         self._plans_made += 1
         launch_buffer = None if launch is None else ctypes.create_string_buffer(launch, len(launch))
-        # The part of a refusal that describes the kernel. Only a launch that names regions can be refused because of
-        # one.
+        # The part of a refusal that describes the kernel. Only launches that name regions need it, because only these
+        # can be refused.
         refusal = kernel_part(plan.kernel.name) if pattern.trailer_bytes else b""
         refusal_buffer = ctypes.create_string_buffer(refusal, len(refusal))
         plan.record = record = PlanRecord(

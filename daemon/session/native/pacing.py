@@ -155,7 +155,7 @@ class Pacer:
         self._begin()
 
     def admit(self, mean: int, poll: Poll) -> None:
-        """Hold work back for as long as the limits say, then count it as outstanding; see `begun`.
+        """Hold work back for as long as the limits require, then count it as outstanding; see `begun`.
 
         Args:
             mean: The address of the running mean time of such work.

@@ -54,8 +54,9 @@ memory of the decoder's process. The message for a step with a thousand tokens h
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""First and longest pause, in seconds, before a front is started again. Each pause is twice the previous one. Without
-pauses, restarts of a front that fails at its start would use a whole core."""
+"""Longest pause, in seconds, before a front is started again; FIRST_PAUSE_S is the first one. Each pause is twice the
+previous one. Without pauses, restarts of a front that fails at its start would use a whole core.
+"""
 
 START_LIMIT_S: Final = 60.0
 """Maximum time, in seconds, until a front has loaded its tokenizer and accepts connections."""

@@ -57,7 +57,7 @@ class FrontSource:
     ) -> None:
         self.log = DecodeLog()
         self._reader, self._writer, self._load, self._has_many = reader, writer, tokenizer, has_many
-        # The path of each model, as the last request for it had it. A reload may change the path.
+        # The path of each model, from the last request for it. A reload may change the path.
         self._paths: dict[str, str] = {}
         self._on_loading: dict[int, Callable[[], None]] = {}
         self._number = 0
