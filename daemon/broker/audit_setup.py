@@ -67,7 +67,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
 
 def _reason(error: OSError) -> str:
     reason = error.strerror or str(error)
-    # Only calls that take a path report it. Those that write take a descriptor.
+    # `filename` is set only by calls that take a path. Calls that write take a descriptor.
     return f"{error.filename}: {reason}" if error.filename else reason
 
 

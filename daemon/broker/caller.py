@@ -111,7 +111,7 @@ class Caller:
             self.tracker.hold(lease_id, self.connection)
 
     def note_acquired(self, lease_id: int) -> None:
-        """Record a grant on this connection if its peer has no proven identity, and so may list only these."""
+        """Record a grant on this connection if its peer has no proven identity: such a peer may list only these."""
         if self.peer.is_known:
             return
         # A client may acquire many leases in turn on one connection: drop those that the table has forgotten.

@@ -138,7 +138,7 @@ class _ClaimedAcquire:
             self._cancel = cancel
 
     def _on_claim(self, answer: NameAnswer) -> None:
-        # Count the answer, so that `_wait` notices one that came before it returned.
+        # Count the answer, so that `_wait` notices an answer that came before `ask` returned.
         self._answers, self._cancel = self._answers + 1, None
         if isinstance(answer, Failure):
             self._refuse(self._event, answer)

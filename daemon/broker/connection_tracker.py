@@ -69,8 +69,8 @@ class ConnectionTracker:
 
     def take_over(self) -> None:
         """Track an earlier broker's leases: the table starts the wait for those without a connection."""
-        # This broker has none of their control connections, so leases without a session's connection start their wait
-        # now.
+        # This broker has no control connections of these leases, so a lease without a session's connection starts its
+        # wait now.
         for lease in self._table.snapshots():
             self._of_earlier_broker.add(lease.lease_id)
             self.update(lease.lease_id)

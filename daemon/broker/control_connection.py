@@ -251,7 +251,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._is_queued:
             return
         self._is_queued = True
-        # The fair queue serves the tenants in turn, so a busy connection can't delay those of others.
+        # The fair queue serves the tenants in turn, so a busy connection can't delay other tenants' connections.
         self._runtime.fair_queue.enqueue(self.peer.tenant, self._serve_quantum)
         if self._is_queued and self._transport is not None:
             # While the connection is queued, leave further bytes in the kernel, which then slows the peer down.
@@ -264,7 +264,8 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _serve_requests(self) -> None:
         # Serve a bounded number of requests, then go to the back of the queue.
         for _ in range(REQUESTS_PER_QUANTUM):
-            # A request with further steps is served to its end first: so a peer can have only one in progress.
+            # A request with several steps is served to its end first, so that a peer can have only one such request in
+            # progress.
             if self._in_steps is not None:
                 if not self._serve_step(*self._in_steps):
                     break
@@ -424,7 +425,7 @@ class Deadlines:
 
     def start(self, step: AwaitedStep, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         """Call `action` in `delay_s` unless it is stopped. A timer that is already running is not restarted."""
-        # Do not restart it: a peer that sends one byte at a time must not extend its limit.
+        # Do not restart a running timer: a peer that sends one byte at a time must not extend its limit.
         if step not in self._handles:
             self._handles[step] = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
 

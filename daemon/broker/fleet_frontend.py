@@ -179,7 +179,7 @@ class FleetFrontend:
         self._unreadable = ""
         """A message for operators about values in etcd that can't be read."""
         self._unreadable_of_previous = self._unreadable_count = 0
-        """Number of such values that earlier processes found, and that this one found."""
+        """Number of unreadable values that earlier fleet processes found, and number that the present one found."""
         self._unreadable_lines = RateLimit(LINE_EVERY_S)
         self._beats = self._fenced = 0
         self._store = StoreSize("", 0, settings.etcd_quota_bytes)
@@ -354,7 +354,7 @@ class FleetFrontend:
 
     def release(self, name: str, epoch: int) -> None:
         """Report that the lease with that claim has ended and its memory is proved free."""
-        # If this can't be sent, no process runs; the next one gets all live claims when it starts.
+        # If this can't be sent, no fleet process runs; the next process gets all live claims when it starts.
         self._send(ClaimEnded(name, epoch))
         self._send_all_ended()
 
@@ -450,12 +450,12 @@ class FleetFrontend:
         A process that is slow to read is not ended, because that would end the leases of all names.
         """
         if not self._has_begun:
-            # The process has not begun: its first message must be its settings. It is sent the live leases after them.
+            # The process has not begun. Its first message must be its settings, followed by the live leases.
             return False
         try:
             self._process.send_in_turn(message, tuple(fds))
         except (ChannelClosed, OSError):
-            # The process is gone, or no descriptor is left for those of a message that has to wait.
+            # The process is gone, or this process has no descriptor left to keep those of a message that has to wait.
             return False
         return True
 

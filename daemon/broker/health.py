@@ -19,7 +19,7 @@ class HealthCheck:
     Attributes:
         name: The check's name for programs, on the wire and in a metric's label.
         is_met: Whether the condition holds.
-        detail: What is wrong; for a condition that holds, what still needs an operator's attention.
+        detail: What is wrong; if the condition holds, anything that still needs an operator's attention.
     """
 
     name: str

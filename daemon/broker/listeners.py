@@ -26,7 +26,7 @@ from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, Unix
 
 
 class NeverListens(CannotListen):
-    """The daemon can't listen on an address, and a later start can't either, unless someone changes something."""
+    """The daemon can't listen on an address, and a restart won't help until the host or the settings are changed."""
 
     usual_status = os.EX_CONFIG
 

@@ -88,7 +88,7 @@ class FleetClaims(Protocol):
         """
 
     def release(self, name: str, epoch: int) -> None:
-        """End a claim, because its lease is over completely. A missing claim, or a later one, is not affected."""
+        """End a claim, because its lease is completely over. Has no effect on a missing claim, or a later one."""
 
     def on_fenced(self) -> None:
         """Record that a claimed lease has ended FENCED: its claims remain until an operator clears the fence."""
@@ -97,7 +97,7 @@ class FleetClaims(Protocol):
         """Request bytes of a quota, like `claim_name`."""
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """Return a lease's bytes to the quota, because the lease is over completely. Does nothing if it has none."""
+        """Return a lease's bytes to the quota, because the lease is completely over. Has no effect without any."""
 
 
 def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, holder: LeaseTerms | LeaseSnapshot) -> None:

@@ -40,7 +40,7 @@ def full_report(
     )
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
     report |= {} if use is None else use_report(use)
-    # A region reports its place; a lease reports the regions in it.
+    # A region reports its lease and its address there; a lease reports its regions.
     if (region := table.regions.get(lease_id)) is not None:
         report |= region_report(region)
     else:
@@ -205,7 +205,7 @@ def drain_status(outcome: DrainSet) -> DrainStatus:
 
 
 def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
-    """Return the time left to a lease in ms, 0 if it has none. Rounded up, so that a living lease never shows 0.
+    """Return the milliseconds that a lease has left; 0 after its end. Rounded up, so that a live lease never shows 0.
 
     A drain ends the lease at `drain_ns` at the latest.
     """

@@ -630,7 +630,7 @@ class Runtime:
         self.workers.refuse(lease_id, word_for(cause), self._end_reason(lease_id), cause.value)
 
     def _refuse_submit(self, effect: RefuseSubmit) -> None:
-        # Without a cause only the submit ends, because its own time is over. Its status says that.
+        # Without a cause only the submit ends, because its own time is over, as its status says.
         lease_id = 0 if effect.cause is None else self.table.submits.lease_of(effect.submit_id)
         self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), self._end_reason(lease_id))
 

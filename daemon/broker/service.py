@@ -228,7 +228,7 @@ class Service:
             await self._tls.start()
         elif self._config.tls is not None:
             log_event(LogEvent.TLS_NOT_USED)
-        # Assign to the addresses the sockets that the service manager or the earlier daemon left for them.
+        # Assign the sockets that the service manager or the earlier daemon left to the addresses.
         assigned = await self._assign_given()
         for address in self._config.listen:
             self.addresses.append(await self._listen(address, assigned))
@@ -311,7 +311,7 @@ class Service:
     def take_settings(self, config: Config, token_digest: bytes) -> None:
         """Apply the settings that can change while the daemon runs; see `lifecycle.Reloader`.
 
-        The others stay unchanged.
+        All other settings stay unchanged.
 
         Args:
             config: The settings as their file has them now.

@@ -134,7 +134,7 @@ class Publisher:
     def begin(self, subscription: PeerSubscription) -> None:
         """Begin a subscription after the reply to its request: send the state of its lease, and follow its leases."""
         now_ns = time.monotonic_ns()
-        # For one lease, send the state at once, so that the subscriber need not query it.
+        # For a subscription to one lease, send its state at once, so that the subscriber need not query it.
         if subscription.lease_id != EVERY_LEASE:
             standing = self._table.phase(subscription.lease_id, now_ns)
             if standing is not None:

@@ -24,8 +24,9 @@ LATE_NS: Final = 1 * NS_PER_S
 """A timer that is noticed later than this was missed by this process: it was stopped, or frozen with its container."""
 
 AFTER_STOP_NS: Final = 10 * NS_PER_S
-"""Time that other processes get, after such a stop, to finish the work for which a patient timer waits. Often they have
-done it already, and only this process has not read it; or they were frozen as well."""
+"""Time that other processes get, after this process was stopped, to finish the work for which a patient timer waits.
+Often the work is done already, and only this process has not read the result; or those processes were frozen as well.
+"""
 
 _PATIENT: Final = frozenset({TimerKind.SPAWN, TimerKind.RECLAIM, TimerKind.PARK, TimerKind.ORPHAN})
 """Timers that judge workers, cards and clients. All others keep promises about time, so a stop does not delay them

@@ -207,7 +207,7 @@ class ConnectionTokens:
     # --- permissions ---
 
     def acting_tenant(self, lease_id: int, permission: Permission) -> str:
-        """Return the tenant for which the peer acts on a lease: itself, or the issuer of its token for that."""
+        """Return the tenant for which the peer acts on a lease: the peer, or the issuer of its token for the lease."""
         claims = self._permitting(lease_id, permission)
         return self._peer.tenant if claims is None else claims.tenant
 

@@ -169,7 +169,7 @@ class WebActionHandler:
             try:
                 reply = _answer_of(number, outcome)
             except Exception:
-                # The page waits, and nothing else answers it.
+                # The page waits for an answer, and nothing else sends one.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering the web page")
                 text = "The daemon does not know the outcome of this request; its log has details."
                 reply = ActionRefused(number, WebRefusal.FAILED, text)
@@ -204,7 +204,8 @@ class GuessLimiter:
         return self._clock() - self._free_s >= WRONG_TOKEN_S
 
     def count_wrong(self) -> None:
-        # A token bucket, stored as the time at which it was empty: each wrong token takes one, and time refills it.
+        # A token bucket, stored as the time at which it was empty: each wrong token takes out one unit, and time
+        # refills it.
         self._free_s = max(self._free_s, self._clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S) + WRONG_TOKEN_S
 
 

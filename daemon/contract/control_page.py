@@ -525,7 +525,7 @@ class BrokerPage:
         words = self._words
         count = words[_MARKS]
         indexes = range(count)
-        # Use the token's own place if it has one, or else the place of an expired token, or else a new one.
+        # Use the token's own entry if there is one, or else the entry of an expired token, or else a new entry.
         place = next((at for at in indexes if words[_FIRST_MARK + at] == mark), None)
         if place is None:
             place = next((at for at in indexes if words[_FIRST_END + at] < now_ms), count)
@@ -693,7 +693,7 @@ class WorkerPage:
 
     def show_connection(self, number: int, pid: int) -> int:
         """Show an attached connection; return the index in `counters` of the bytes that it holds."""
-        # A free place has the number 0. The broker admits at most MAX_CONNECTIONS, so at least one place is free.
+        # A free entry has the number 0. The broker admits at most MAX_CONNECTIONS, so at least one entry is free.
         places = range(_FIRST_CONNECTION, _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS, _CONNECTION_WORDS)
         place = next(at for at in places if not self.counters[at])
         # Write the number last, so that a reader that sees it finds the pid and bytes of this connection, not of the

@@ -57,7 +57,7 @@ class Guest:
         missing = missing_permission(frame.op, self.permissions)
         if not missing:
             return None
-        # The message names the operation and what the token permits: its holder may know both.
+        # The message names the operation and the token's permissions, both of which the holder may know.
         name = _NAMES.get(frame.op, f"operation {frame.op:#06x}")
         allowed = ", ".join(names_of(self.permissions & SESSION_PERMISSIONS))
         failure = Failure(

@@ -261,7 +261,7 @@ class Message:
     """A message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op".
 
     Attributes:
-        OP: The value of the key "op"; "" for a map that is sent only within other messages and has no such key.
+        OP: The value of the key "op"; "" for a map that has no such key, because it is only sent inside other messages.
         ORDER: The fields that come first in the map, if they do not come first in the class. It keeps the packed bytes
           equal to those of other versions.
     """

@@ -477,7 +477,7 @@ class RefuseReturn(Message):
 
 @dataclass(frozen=True, slots=True)
 class LeaveOrder(Message):
-    """Send the parked session's image through the channel that comes with this order, and then serve no connection.
+    """Send the parked session's image through the channel that comes with this order. Then serve no connection.
 
     The worker answers with Imaged once everything is in the channel, or with LeaveRefused. If `carries`, the session
     returns in another process at once. Requests that wait for the return are then part of the image, so the worker does

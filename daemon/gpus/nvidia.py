@@ -207,7 +207,7 @@ def _are_peers(reader: Any, other: Any) -> bool:
     try:
         states = [pynvml.nvmlDeviceGetP2PStatus(reader, other, kind) for kind in kinds]
     except pynvml.NVMLError:
-        # This driver does not report it; sessions then move through the host's memory.
+        # This driver does not report whether cards reach each other. Sessions then move through the host's memory.
         return False
     return all(state == pynvml.NVML_P2P_STATUS_OK for state in states)
 

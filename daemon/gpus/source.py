@@ -163,7 +163,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except CardsUnavailable as error:
-            # A fault that can't pass is raised at once; one that may pass is raised when the time for retries is over.
+            # Raise a permanent fault at once, and one that may pass when the time for retries is over.
             wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise

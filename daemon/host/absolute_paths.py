@@ -9,7 +9,7 @@ _WHAT: Final = "an absolute path"
 
 
 def path_setting(does: str, example: str, *, is_reloaded: bool = False) -> Setting:
-    """Return what a path's annotation says: what it is for, and an example."""
+    """Return the annotation of a setting that is a path."""
     return Setting(does, what=_WHAT, read=read_absolute_path, example=f'"{example}"', is_reloaded=is_reloaded)
 
 

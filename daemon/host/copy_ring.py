@@ -24,8 +24,9 @@ BUFFER_BYTES: Final = 16 << 20
 """A buffer's size in bytes. Buffers of 8 to 64 MiB were equally fast between two cards (H200)."""
 
 BUFFERS: Final = 8
-"""Number of buffers: bounds the pinned memory of a ring, 128 MiB, and keeps a card busy for 2 ms, in which the host
-must notice that a buffer is filled or empty."""
+"""Number of buffers. They take 128 MiB of pinned memory, and keep a card busy for 2 ms, in which the host must notice
+that a buffer was filled or emptied.
+"""
 
 STALL_S: Final = 10.0
 """Longest time without any progress, in seconds, after which a copy is given up: the process at the other end may have

@@ -2,9 +2,9 @@
 
 The broker shares its thread among tenants, a fleet's directory among the sources of its connections.
 
-Each round of the event loop serves every tenant once, whatever the number of its connections. A tenant's first
-connection with a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant
-that floods the daemon through all its connections delays the others by only one quantum per round.
+Each round of the event loop serves every tenant once, however many connections it has. A tenant's first connection with
+a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant that floods the
+daemon through all its connections delays the others by only one quantum per round.
 """
 
 import asyncio

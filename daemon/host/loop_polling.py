@@ -1,4 +1,4 @@
-"""Keeps an event loop from sleeping for a moment, because what it waits for is about to arrive.
+"""Keeps an event loop awake for a short time, because a message for it is about to arrive.
 
 After a sleep in the kernel, the loop answers tens of microseconds later, and for even longer its code runs slower,
 because the caches are cold. A request that goes through several processes is delayed at each of them.

@@ -1,4 +1,4 @@
-"""When Python's cycle collector runs in the broker, and when malloc returns freed memory to the host.
+"""Determines when Python's cycle collector runs in the broker, and when malloc returns freed memory to the host.
 
 A full collection visits every object that the broker holds, which takes 0.1 s with ten thousand leases. The broker
 meets no deadline and answers no request in that time, so full collections are rare. Cycles that a request leaves

@@ -217,7 +217,7 @@ def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
     # The size applies to threads that are started from now on, so it is reset afterwards.
     usual_bytes = threading.stack_size(STACK_BYTES)
     try:
-        # A thread that waits at the barrier is not idle, so the pool starts another one for each.
+        # A thread that waits at the barrier is not idle, so the pool starts another thread for each task.
         wait([pool.submit(barrier.wait) for _ in range(size)])
     except (RuntimeError, MemoryError):
         # Threads that were started wait at the barrier; aborting it lets them end.

@@ -78,7 +78,7 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
     """
     process, count, names = (environment.pop(name, "") for name in (_PROCESS, _COUNT, _NAMES))
     if process != str(pid):
-        # The sockets are for another process, of which this one is a child.
+        # The sockets are meant for another process, which started this one.
         return []
     if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
         raise BadHandover(f"{_COUNT} must be a number of descriptors, at most {MAX_HANDED_OVER}, not {count[:40]!r}")
@@ -160,7 +160,7 @@ def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tup
                 assigned.stale.append(given)
                 continue
         else:
-            # A unit's socket has no stored name: what it is bound to decides which address it serves.
+            # A unit's socket has no stored name: its bound address decides which of the settings' addresses it serves.
             owner = next(
                 (address for address, hosts in listen.items() if _answers_for(given.sock, address, hosts)), None
             )
@@ -193,10 +193,10 @@ def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[st
         return is_path and os.path.realpath(where) == os.path.realpath(str(getattr(address, "path", "")))
     if isinstance(address, UnixAddress):
         return False
-    # A name of the settings was resolved to addresses; the socket is bound to one of them, or to any.
+    # A host name in the settings was resolved to addresses; the socket is bound to one of them, or to all interfaces.
     names = [where[0]]
     is_any = sock.family == socket.AF_INET6 and where[0] == "::"
     if is_any and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
-        # The socket takes IPv4, too: ListenStream= with a port alone makes such a one.
+        # The socket also accepts IPv4: ListenStream= with only a port makes such a socket.
         names.append("0.0.0.0")
     return any((name, int(where[1])) in hosts for name in names)

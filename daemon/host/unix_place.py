@@ -90,7 +90,7 @@ class UnixPlace:
         return sock
 
     def take(self, sock: socket.socket, *, set_mode: bool) -> socket.socket:
-        """Return a socket that clients reach at the place: `sock`, which listened before, or else a new one.
+        """Return a socket that clients reach at the place: `sock` if it still listens there, or else a new one.
 
         Raises as `bind` does.
         """
@@ -118,7 +118,7 @@ class UnixPlace:
         Reports what it restores, and once what it can't restore. Call it again after CHECK_INTERVAL_S, for as long as
         the place is held.
         """
-        # The lock file first: without it, another daemon could take the place while the socket is created.
+        # Restore the lock file first: without it, another daemon could take the place while the socket is created.
         was_present = self._is_there()
         try:
             if self._lock.renew():

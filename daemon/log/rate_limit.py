@@ -34,7 +34,7 @@ class RateLimit:
 
 
 class RateLimitedLog:
-    """Logs one event at most once a second; its field `suppressed` counts the lines left out."""
+    """Logs one event at most once a second; the field `suppressed` counts the lines that were left out."""
 
     def __init__(self, event: LogEvent, clock: Callable[[], float] = time.monotonic) -> None:
         self._event = event

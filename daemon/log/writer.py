@@ -64,7 +64,7 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
 
 
 def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = None) -> None:
-    """Log one event for which `is_logged` was true, with fields that the caller gives away.
+    """Log one event for which `is_logged` was true. The caller must not use `fields` afterwards.
 
     Args:
         event: The event.
@@ -72,7 +72,7 @@ def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = No
         level: The record's level; None for the event's own.
     """
     handlers = _root.handlers
-    # A broker has one handler, without filters, which needs no record: making one takes as long as the line itself.
+    # A broker has one handler, without filters, which needs no LogRecord: making one takes as long as writing the line.
     if (
         len(handlers) == 1
         and isinstance(handler := handlers[0], QueueingHandler)
@@ -481,7 +481,7 @@ class QueueingHandler(logging.Handler):
             # Count whole lines that were not written: the newlines after the last written byte.
             self._dropped += lines.count(b"\n", written)
             if self._dropped_in_write and lines.find(b"\n") >= written:
-                # The first lost line is the one that counts earlier losses.
+                # The first lost line is the one that reported earlier losses.
                 self._dropped += self._dropped_in_write - 1
 
     def _take(self) -> bytes | None:
@@ -498,7 +498,7 @@ class QueueingHandler(logging.Handler):
                 self._changed.notify_all()
                 return None
             self._is_writing = True
-            # The count of dropped lines goes first: a reader then knows that lines are missing before the next one.
+            # Write the count of dropped lines first, so that a reader knows that lines are missing before the next one.
             chunk = bytearray()
             self._dropped_in_write, self._dropped = self._dropped, 0
             if self._dropped_in_write:
@@ -544,7 +544,7 @@ class NonblockingHandler(logging.Handler):
             # Together they are too long for one write, so write the count first.
             if len(count_line) + len(line) > WRITE_BYTES and self._end.write(count_line):
                 count_line, self._dropped = b"", 0
-            # Use one write: a pipe may have room for only one more, however short.
+            # Use a single write: a pipe may have room for only one more write, however short.
             if self._end.write(count_line + line):
                 self._dropped = 0
             else:
@@ -648,7 +648,7 @@ class LogStyle:
 
 def begin_logging(settings: LogStyle) -> None:
     """Begin to log in this process, the broker, and in those that it starts. Call it again to change the settings."""
-    # Processes that are started from now on read their style here; those that run keep theirs.
+    # Processes that are started from now on read their style here; running processes keep theirs.
     os.environ[VARIABLE] = f"{settings.form},{settings.level}"
     _set_level(settings)
     shape = settings.shape("broker")

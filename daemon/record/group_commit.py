@@ -110,7 +110,8 @@ class CommitQueue(Generic[Item]):
         if the queue is closed and empty.
         """
         with self._changed:
-            # One wait is enough: a spurious wakeup returns a smaller group, or none, and the committer calls again.
+            # A single wait suffices: after a spurious wakeup the group is smaller, or empty, and the committer calls
+            # again.
             if (self._is_gathering or not self._items) and not self._is_closed:
                 self._changed.wait(wait_s)
             taken = [self._items.popleft() for _ in range(min(most, len(self._items)))]
@@ -398,7 +399,7 @@ class DurableReplies:
         # A reply that timed out is refused even if its commit succeeds later: the grant behind it is revoked.
         while self._held and self._held[0].until_s <= loop.time():
             _finish(self._held.popleft(), self._problem() or too_long())
-        # A reply's callback may have held another one, which then has set the timer already.
+        # A reply's callback may have added another reply, which has set the timer already.
         if self._held and self._timer is None:
             self._timer = loop.call_at(self._held[0].until_s, self._give_up, loop)
 

@@ -1,7 +1,8 @@
 """The kinds of facts about leases: one row names a kind's log event, its audit record and its counters.
 
-A fact holds what no single effect has: who asked and when, when the lease was granted, and when its work was refused.
-`lease_history` makes facts of events and their effects; the audit log, the log and the metrics read them.
+A fact combines what no single effect contains: the requester and the time of the request, of the grant, and of the
+refusal of work. `lease_history` makes facts of events and their effects; the audit log, the log and the metrics read
+them.
 
 Two readers of events do not use facts. The journal writes rows directly from effects: what is durable must not depend
 on what is reported, and the daemon's own requests also change rows, although no fact answers them. The subscriptions
@@ -334,7 +335,7 @@ if REQUESTS.keys() != set(get_args(Request)):
 
 
 class ReceivedRequest(NamedTuple):
-    """A request: who asked, at which monotonic time, and the event; None if it is unknown or the daemon's own."""
+    """A request: its peer, its monotonic time, and its event, which is None if unknown or the daemon's own."""
 
     by: str
     at_ns: int
@@ -349,7 +350,7 @@ class Times(NamedTuple):
         spawned_ns: When its worker was started; None again once the worker was ready.
         granted_ns: When this daemon granted it; None for a lease of an earlier daemon.
         began_ns: When it was granted, or created under an earlier daemon.
-        is_granted: Whether it is, or was, known as granted to its tenant.
+        is_granted: Whether its tenant was ever informed of the grant.
         over_ns: When its work was refused.
         cause: Why its work was refused.
     """

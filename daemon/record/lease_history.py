@@ -177,7 +177,8 @@ class LeaseHistory:
             if on_effect is None or (fact := on_effect(effect, now_ns)) is None:
                 continue
             facts.append(fact)
-            # One answer to the operator, but one fact for each lease: their tenants have records of their own.
+            # The operator gets one answer, but there is one fact for each lease, because each tenant needs a separate
+            # record.
             if fact.kind is FactKind.FENCES_CLEARED:
                 facts += self._unfenced(fact)
         # Step 4: events that end what is remembered, or that belong before their effects.

@@ -313,7 +313,7 @@ class LeaseLog(FactRecorder):
         self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=reason, reason=fact.source.reason)
 
     def _log_warm_lost(self, fact: Fact) -> None:
-        # Bounded: the context may have been a tenant's, who can leave one after the other.
+        # Limit this: the context may have served a tenant, who can leave one context after another.
         self._log(LogEvent.WARM_GONE, "", card=fact.card, reason=fact.source.reason)
 
     def _log_submit_ready(self, fact: Fact) -> None:
@@ -441,7 +441,7 @@ class _LimitedLog:
         for event, budgets in self._budgets.items():
             for tenant, count in budgets.take_omitted().items():
                 self._omitted[event.kind.name, tenant] += count
-        # Unary plus drops zeros. The tenants with the most events left out get lines of their own.
+        # Unary plus drops zeros. The tenants with the most omitted events get separate lines.
         counts = (+self._omitted).most_common()
         self._omitted.clear()
         for (of_event, tenant), count in counts[:MAX_COUNTS]:
@@ -472,7 +472,7 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
 
 
 def _level_of(fact: Fact, event: LogEvent) -> int:
-    """Return the level of a fact's line: of an end, as the table of causes has it."""
+    """Return the level of a fact's line. For an end, the table of causes has the level."""
     cause = fact.times.cause if event.kind.warns_of_failures else None
     return WARNING if cause is not None and cause.row.is_warned else event.level
 

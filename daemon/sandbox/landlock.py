@@ -66,7 +66,8 @@ _ANY_PORT: Final = 0
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
 
-# The purpose of a path: to read it, to use a device, to name threads below /proc/self, to keep files in a folder.
+# The rights for each purpose of a path: to read it, to use a device, to name threads below /proc/self, to keep files in
+# a folder.
 _READ: Final = PathAccess.READ_FILE | PathAccess.READ_DIR
 _USE: Final = PathAccess.READ_FILE | PathAccess.WRITE_FILE | PathAccess.READ_DIR | PathAccess.IOCTL_DEV
 _NAME_THREADS: Final = _READ | PathAccess.WRITE_FILE | PathAccess.TRUNCATE
@@ -124,8 +125,8 @@ class Reach:
         """Return the rights on files that a ruleset must forbid for this, of those in this version of the ABI."""
         handled = PathAccess(0)
         if self.files:
-            # All rights of the first ABI, which are the bits below REFER, and of the later ones those that this kernel
-            # knows.
+            # Begin with all rights of the first ABI, which are the bits below REFER. Add the later rights that this
+            # kernel knows.
             handled = PathAccess((1 << PathAccess.REFER.bit_length() - 1) - 1)
             handled |= PathAccess.REFER if version >= REFER_SINCE else PathAccess(0)
             handled |= PathAccess.TRUNCATE if version >= TRUNCATE_SINCE else PathAccess(0)

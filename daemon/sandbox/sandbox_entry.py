@@ -72,7 +72,7 @@ class SandboxPlan:
 
     def _before(self, kept_fds: tuple[int, ...]) -> Iterator[tuple[Measure, Step]]:
         identity = self.identity
-        # The descriptors first: /proc, which lists them, is out of reach later.
+        # Close descriptors first: /proc, which lists them, can't be reached later.
         if Measure.DESCRIPTORS in self.measures:
             yield Measure.DESCRIPTORS, partial(keep_only, (*kept_fds, *self.needs.kept))
         # This writes a file of root's, so it precedes the change of user. The other limits come later, because they

@@ -127,7 +127,7 @@ def _run_trial(
         signal.set_wakeup_fd(-1)
         trials = _Trials(needs, identity, reason, writing)
         findings: list[tuple[str, bool, str]] = []
-        # In the order in which a worker applies them: each trial runs under the measures before it.
+        # Test in the order in which a worker applies the measures: each trial runs under the earlier measures.
         for measure, attempt in trials.by_measure().items():
             if measure in settings.without:
                 findings.append((measure.value, False, reason if measure is Measure.USER else _LEFT_OUT))

@@ -2,7 +2,7 @@
 
 Workers share one user. They can't trace or open each other, because they are undumpable, and both Landlock and the
 filter stop their signals. The zygote keeps the daemon's user: if it ran as the workers' user, any worker could signal
-it on a kernel without these two.
+it on a kernel that lacks both.
 """
 
 import ctypes

@@ -46,8 +46,8 @@ class LeftoverWorker:
     """A worker of an earlier daemon, as it is now, or as it was when it was reaped.
 
     Attributes:
-        page: The state of its lease's page.
-        transfer: What it says about its session; None if that is not known.
+        page: The state of its lease's page. transfer: What the worker claims about its session; None if that is not
+            known.
         park_number: The number of the park that its session is in, as it says; 0 without one.
     """
 
@@ -178,7 +178,7 @@ def _with_session(
     Args:
         lease: The lease, as recorded.
         own: Its workers.
-        best: The worker that has the session unless they say otherwise.
+        best: The worker that has the session unless the workers say otherwise.
 
     Returns:
         Whether there is such a worker, and that worker; None and `best` if only the journal can tell.
@@ -188,14 +188,14 @@ def _with_session(
     if len(serving) == 1:
         return True, serving[0]
     left = [candidate for candidate in leased if candidate.is_alive and candidate.transfer is Transfer.LEFT]
-    # By the record, the session had left its worker, which was set aside for it. If that one has died since, a next
-    # worker that does not say that it serves has nothing of the session.
+    # According to the record, the session had left its worker, which was set aside. If that worker has died since, the
+    # next worker has nothing of the session unless it says that it serves.
     if not (lease.worker_pid or serving or left):
         return False, best
     if len(leased) < 2:
         return None, best
-    # The session has left one worker and has not arrived in another. It is unchanged, so that worker can serve it
-    # again.
+    # The session has left one worker and has not arrived in another. It is unchanged, so the worker that it left can
+    # serve it again.
     if len(left) == 1 and not serving and all(candidate.transfer is not None for candidate in leased):
         return True, left[0]
     # It is unknown which of them served the session last.

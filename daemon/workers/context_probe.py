@@ -1,7 +1,7 @@
 """Proves at start-up that contexts can be made, and measures the memory that one costs.
 
-On each card, one worker is started like that of a lease, and ended. A lease costs the node its tenant's bytes, the
-bytes that the card showed for that worker, and the bytes that a session may make the driver take later.
+On each card, one worker is started as for a lease, and then ended. A lease costs the node its tenant's bytes, the bytes
+that the card showed for that worker, and the bytes that a session may make the driver take later.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A helper process of the broker: the broker starts it, pings it, kills it if it hangs, and replaces it when it ends.
 
-The relays' acceptor, the web process and the fleet process are helper processes. `Heartbeat` also pings the zygote.
-That process is different: it may be an earlier broker's, and is left to the next one.
+The relays' acceptor, the web process and the fleet process are helper processes. `Heartbeat` also pings the zygote. The
+zygote is different: an earlier broker may have started it, and it is left to the next broker.
 """
 
 import asyncio
@@ -224,7 +224,7 @@ class ChildProcess:
         send_message(self._channel, message.to_map(), fds)
 
     def send_in_turn(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send a message, now or once the process has read the earlier ones. Raises ChannelClosed.
+        """Send a message now, or as soon as the process has read the earlier ones. Raises ChannelClosed.
 
         The caller bounds the waiting messages by `unsent`; the heartbeat ends a process that does not read.
         """

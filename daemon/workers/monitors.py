@@ -179,10 +179,13 @@ driver busy with listing processes. Memory that a session takes during the pause
 
 
 FAILED_POLL_PAUSE_S: Final = 0.2
+"""Pause before a session is polled again if the card gave no figure, in seconds."""
+
 MAX_FAILED_POLLS: Final = 5
-"""Pause before a session is polled again if the card gave no figure, and the number of such polls in a row after which
-the session is ended. A driver may fail once and recover. But a session with unknown memory must end within about a
-second, because nothing would stop it from taking another lease's bytes."""
+"""Number of polls in a row without a figure from the card after which a session is ended. A driver may fail once and
+recover. But a session with unknown memory must end within about a second, because nothing would stop it from taking
+another lease's bytes.
+"""
 
 
 class MemoryMonitor:
@@ -329,7 +332,7 @@ class UnlistedSince:
             return f"NVML still lists process {self._pid} with {held_bytes} bytes"
         if self._since_ns is None:
             self._since_ns, self._least_bytes = polled_ns, reading.unowned_bytes
-        # Keep the smallest figure: others may take bytes during the polls, which must not count as the worker's.
+        # Keep the smallest figure: bytes that other programs take during the polls must not count as the worker's.
         self._least_bytes = min(self._least_bytes, reading.unowned_bytes)
         return ""
 

@@ -1,4 +1,4 @@
-"""Delivers parking orders to the sessions' workers and their answers to the lease table, and polls sessions' use.
+"""Delivers parking orders to workers and the answers to the lease table, and polls which sessions are in use.
 
 A tenant may have compromised its worker. An answer counts only for the worker's own lease and with the number of the
 last order, or of one that an earlier daemon gave. Its bytes are bounded by the lease's slice, and the card must prove

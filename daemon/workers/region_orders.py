@@ -82,7 +82,7 @@ class RegionOrders:
             self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
 
     def set(self, order: SetRegion) -> None:
-        """Write a region's word, which the session's worker reads, or its next worker if it has none."""
+        """Write a region's word, which the session's worker reads, or its next worker if it has none now."""
         try:
             page = self._page(order.lease_id)
         except OSError as error:
@@ -134,7 +134,7 @@ class RegionOrders:
         self._is_adopting = True
 
     def end_adoption(self) -> None:
-        """Send each such worker its page, and the orders that were held."""
+        """Send each adopting worker its page, and the orders that were held back."""
         self._is_adopting = False
         for worker in self._workers.serving():
             if worker.regions is None:

@@ -268,8 +268,8 @@ class Workers:
     def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
         """Count a reaped worker's process as the daemon's own while the card lists it, because a fence holds its bytes.
 
-        Each fence has at most one such process, and a lease's fence one more for its submit. Another process that has
-        the same id by now does not count.
+        Each fence has at most one such process, and a lease's fence one more for its submit. Another process that got
+        the same id later does not count.
 
         Args:
             number: The worker's number.

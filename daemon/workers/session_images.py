@@ -1,6 +1,6 @@
 """The images of cold sessions, which the broker keeps while a session has no worker.
 
-The broker reads only one part of an image, the places of regions' bytes: if a region ends, it wipes them. It also
+The broker reads only one part of an image, the offsets of regions' bytes, which it wipes if the region ends. It also
 writes the words of all regions. It keeps the descriptors of the image, of the session's host memory, and of its
 clients' sockets and rings. It watches the sockets, because a client that waits rings or sends. New connections wait
 here as well, and are sent to the next worker after the image.

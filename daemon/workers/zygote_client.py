@@ -43,8 +43,9 @@ from gpulease.daemon.workers.helper_process import Heartbeat, ordinary_timeouts
 from gpulease.daemon.workers.zygote_discovery import FoundZygote
 
 RESTART_DELAY_S: Final = 1.0
-"""Time between the death of a zygote and the next start. Stops one that dies at once from being started in a busy
-loop."""
+"""Time between the death of a zygote and the start of the next. Stops a zygote that always dies at once from being
+started in a busy loop.
+"""
 
 
 class ZygoteBroken(CannotStart):
@@ -88,7 +89,8 @@ class Zygotes:
     def take_over(self, found_zygote: FoundZygote) -> "ZygoteClient":
         """Take over a zygote of an earlier daemon. From now on it forks workers, if it can and no other zygote does."""
         zygote = self._new()
-        # Only one zygote forks for this broker. All others keep their workers and end with the last of them.
+        # Only one zygote forks for this broker. Every other zygote keeps its workers, and ends when its last worker has
+        # ended.
         if zygote.take_over(found_zygote) and not self.current.is_running:
             self.current = zygote
         else:
@@ -364,7 +366,7 @@ class ZygoteClient:
         self._send(spec, (channel_fd, *page_fds, *inherited_fds))
 
     def change(self, serial: int, spec: WorkerSpec, on_sent: Callable[[], None]) -> None:
-        """Report that a worker has another lease.
+        """Report to the zygote that a worker has another lease.
 
         The next broker needs this, and so does the log, which names the lease of a worker's output. `on_sent` is called
         once the message is sent. Raises as `spawn` does.

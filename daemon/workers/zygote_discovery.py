@@ -74,8 +74,8 @@ class FoundWorker:
         reason: How it ended; None while it lives.
         last_page: The state of its lease's page when it was reaped; None while it lives.
         overran: Description of the kernel because of which the zygote ended its lease; "" for none.
-        last_transfer: What it had claimed about its session when it was reaped; None while it lives, or if its zygote
-          does not report that.
+        last_transfer: What the worker last claimed about its session; None while it lives, or if its zygote does not
+          report that.
     """
 
     serial: int
@@ -201,7 +201,7 @@ def _take_over(channel: socket.socket, path: Path) -> FoundZygote:
     """Read a zygote's introduction, and then all its workers."""
     zygote = _introduced(channel, path)
     try:
-        # Its workers follow, one message each, with their descriptors.
+        # The zygote's workers follow, one message each, with their descriptors.
         while not _add_worker(zygote):
             pass
     except BaseException:

@@ -184,8 +184,8 @@ class Zygote:
         self._plan = plan
         channel.setblocking(False)
         self._channel: socket.socket | None = channel
-        # A broker that hangs must not make this process wait. The number of workers bounds what waits for it: each is
-        # reported when it is made and when it has ended.
+        # A broker that hangs must not make this process wait. The number of workers limits the waiting messages: each
+        # worker is reported when it is made and when it has ended.
         self._outbox = Outbox(channel)
         self._listener = listener
         self._check_listener_ns = 0
@@ -332,7 +332,7 @@ class Zygote:
             if self._listener is None:
                 raise
         except OSError:
-            # No descriptor is left with which one could wait for room: the broker must do without the message.
+            # This process has no descriptor left for a message that has to wait, so the broker does not get it.
             self._outbox.send(message.to_map())
         if self._outbox:
             self._poll.modify(self._channel, select.POLLIN | select.POLLOUT)

@@ -165,7 +165,7 @@ class WorkerTable:
         return list(self._live_workers.values())
 
     def is_empty(self) -> bool:
-        """Return whether there is neither a living worker nor one that a broker must know."""
+        """Return whether there is neither a living worker nor an ended one that a broker still has to learn of."""
         return not self._live_workers and not self._ended
 
     def close(self) -> None:
@@ -177,8 +177,7 @@ class WorkerTable:
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
         """Yield the messages, with their descriptors, from which the next broker learns about the workers."""
-        # First the live workers, each with its descriptors; then those that have ended, for which only a report is
-        # left.
+        # First list the live workers, each with its descriptors; then the ended ones, for which only a report is left.
         for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)

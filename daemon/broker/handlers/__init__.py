@@ -1,1 +1,1 @@
-"""The handlers of control requests: `requests` maps each operation to a method of one of them."""
+"""The handlers of control requests: `requests` maps each operation to a method of a handler."""

@@ -74,7 +74,7 @@ class _Attempt:
 
 
 class AttachHandler:
-    """Serves one caller's requests after which the connection belongs to a worker."""
+    """Serves the requests of one caller that pass the caller's connection to a worker."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller

@@ -137,8 +137,8 @@ class LeaseHandler:
         lease_id, permission = body.lease_id, SPECS[request.op].needs.permissions
         region = self._runtime.table.get(lease_id)
         if region is not None and region.parent_id and not self._tokens.permits(lease_id, permission):
-            # The peer has no token for the region itself. Whoever may renew its lease, or open regions in it, may renew
-            # it.
+            # The peer has no token for the region itself. A token to renew its lease, or to open regions in it, is
+            # enough.
             lease_id, permission = region.parent_id, permission | SPECS[Opcode.REGION_OPEN].needs.permissions
         self._tokens.check_demand(Demand.RENEW, lease_id, permission)
         tenant = self._tokens.acting_tenant(lease_id, permission)
@@ -176,7 +176,7 @@ class LeaseHandler:
         self._runtime.post(ParkRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def lease_move(self, request: Request, body: messages.LeaseMove) -> None:
-        """Serve LEASE_MOVE of those who may send LEASE_PARK."""
+        """Serve LEASE_MOVE; whoever may send LEASE_PARK may send it."""
 
         def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, SessionMoved):
@@ -194,7 +194,7 @@ class LeaseHandler:
         )
 
     def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
-        """Serve LEASE_NOTE of the tenant of a lease or region, or of the lease that contains the region."""
+        """Serve LEASE_NOTE, for a lease from its tenant, for a region also from the tenant of its lease."""
 
         def on_noted(denial: Denial | None) -> None:
             self._caller.answer(request, messages.Empty() if denial is None else denial.failure)
@@ -208,7 +208,7 @@ class LeaseHandler:
         self._runtime.recorder.note(body.lease_id, self._peer.tenant, body.note, on_noted)
 
     def _acquire_event(self, body: messages.LeaseAlloc) -> AcquireRequested:
-        """Return the acquire without its number, and without the epoch of a name."""
+        """Return the event of an acquire; its request number and the epoch of its name are filled in later."""
         terms = LeaseTerms(body.size_bytes, body.ttl_ms, **read_options(body.parameters))
         return AcquireRequested(
             request=0,

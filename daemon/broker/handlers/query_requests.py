@@ -106,7 +106,8 @@ class QueryHandler:
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):
             raise Refused(not_found(body.lease_id).failure)
-        # Subscribed before the reply and begun after it: no change in between is lost, and none comes before the reply.
+        # The subscription is made before the reply and begins after it. So no change in between is lost, and no event
+        # precedes the reply.
         self._subscriptions.subscribe(request.request_id, body.lease_id, may_see)
         self._caller.answer(request, messages.Empty())
         self._subscriptions.begin(request.request_id)

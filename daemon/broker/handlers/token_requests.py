@@ -77,8 +77,8 @@ class TokenHandler:
 
         lease_id, nonce = self._revocable_token(body)
         lease = self._runtime.table.get(lease_id)
-        # Step 1: the authority refuses the token. Step 2: workers refuse it, which hold connections that it opened.
-        # Step 3: the journal, so that a restart does not accept it again.
+        # Step 1: the authority refuses the token. Step 2: so do the workers, which may have connections that it opened.
+        # Step 3: the journal records it, so that a restarted daemon refuses it, too.
         until_ms = self._service.authority().revoke(lease_id, nonce)
         if until_ms is None or not self._revoke_on_pages(lease_id, nonce, until_ms):
             reason = "too many tokens of this lease were revoked in the last minutes"
@@ -126,7 +126,7 @@ class TokenHandler:
             by_operators |= Permission.LEASE_RENEW
         if permissions & by_operators and not self._peer.is_operator:
             raise Refused(Failure(Status.DENIED, f"only operators can give {permissions & by_operators!s}"))
-        # One token is about one thing: the node, or a lease.
+        # A token is either for the node or for one lease.
         if (body.lease_id == NODE_LEASE) != (permissions == Permission.LEASE_ALLOC) and permissions:
             raise Refused(
                 Failure(

@@ -167,7 +167,7 @@ def head(paths: tuple[Path, ...], head_file: Path | None) -> None:
 
 
 def _lease_named(source: LogSource, digits: str) -> str:
-    """Return the id that begins with these digits in a log. Raises UsageError if there is none, or several."""
+    """Return the lease id that begins with these digits in a log. Raises UsageError if there is none, or several."""
     if len(digits) == LEASE_ID_DIGITS:
         return digits
     leases = (record.data.get("lease") for record in source.records())

@@ -1,7 +1,7 @@
 """The audit log's files: appends records, makes them durable, and finds the log's end after a crash.
 
 Files are opened with O_APPEND and mode 0600; a new file's name is made durable in its folder. Written bytes never
-change. Only complete files are removed, if the operator does not want to keep them.
+change. If the operator wants to keep a limited number of files, only complete ones are removed.
 """
 
 import contextlib
@@ -94,8 +94,8 @@ class LastRecords:
 
     Attributes:
         kinds: For each lease the kind of the record that says most about its end: END, FENCE, or any other kind.
-        cut_us: The monotonic time of the last record if more may have happened after it. None if the daemon stopped
-          normally, or if the log has no records or is of another boot of the host.
+        cut_us: The monotonic time of the last record, if records may be missing after it. None if the daemon stopped
+          normally, or if the log has no records or is from another boot of the host.
     """
 
     kinds: Mapping[str, RecordKind] = field(default_factory=dict)

@@ -40,7 +40,8 @@ class LogSource:
             offset = 0
             try:
                 with path.open("rb") as file:
-                    # The bound keeps a forged file of one endless line out of memory. Its pieces are not valid records.
+                    # The bound keeps a forged file with one endless line out of memory. The pieces of that line are not
+                    # valid records.
                     while line := file.readline(MAX_RECORD_BYTES + 2):
                         yield path.name, offset, line
                         offset += len(line)

@@ -225,7 +225,9 @@ _PARTICULARS: Final[dict[FactKind, Callable[[Fact], Particulars | None]]] = {
     FactKind.SUBMIT_FENCED: _end_submit,
     FactKind.WARM_FENCED: _fence_warm,
 }
-"""The particulars of each kind of fact that is recorded; without them, the fact has no record after all."""
+"""For each kind of fact that is recorded, the function that returns its particulars. If it returns None, the fact gets
+no record.
+"""
 
 if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not None}:
     raise TypeError("exactly the facts with an audit kind in their row must have particulars")
@@ -296,7 +298,7 @@ def _lease_of(fact: Fact) -> Particulars:
 
 
 def _lease(lease: LeaseSnapshot) -> Particulars:
-    """Return which lease a record is about, in a dict of its own, to which the caller may add."""
+    """Return the particulars that identify a record's lease, in a new dict, to which the caller may add."""
     particulars: Particulars = {
         "lease": lease_text(lease.lease_id),
         "tenant": lease.tenant,

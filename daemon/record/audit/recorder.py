@@ -96,8 +96,9 @@ class LogRecorder(FactRecorder):
 
     Args:
         is_required: Whether a grant is reported only when its record is durable.
-        last: The last records of the log. They show which ends are missing, because an earlier daemon may have been
-          killed after it wrote an end to its journal and before it wrote it here, or the other way round.
+        last: The last records of the log. They show which ends are missing: an earlier daemon may have been killed
+          after it wrote an end to its journal and before it wrote it to the log, or between the two writes in the
+          opposite order.
     """
 
     def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
@@ -207,7 +208,7 @@ class LogRecorder(FactRecorder):
         if self._writer is None:
             return
         kind, data = entry
-        # The earlier daemon recorded this end, and this one only found it in its journal again.
+        # The earlier daemon recorded this end; the present daemon only found it in the journal again.
         if kind is RecordKind.END and self._last.kinds.get(data["lease"]) is RecordKind.END:
             return
         # Minor records cost the tenant's budget. The next record that fits reports how many were left out.
@@ -241,7 +242,7 @@ class LogRecorder(FactRecorder):
             self._put_note({"lease": lease_text(lease_id), "tenant": tenant, "note": value}, on_noted)
 
     def _note_denial(self, tenant: str, size_bytes: int) -> Denial | None:
-        # First check what concerns all tenants, then what concerns only this one.
+        # First check the problems that concern all tenants, then those of this tenant.
         if problem := self.problem():
             return note_not_recorded(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
@@ -308,8 +309,9 @@ NOTE_BYTES_PER_S: Final = 1 << 20
 filling the disk in minutes."""
 
 NOTE_BURST_BYTES: Final = 8 << 20
-"""Maximum number of bytes of one tenant's notes at once, such as those that a server kept while the daemon was not
-running."""
+"""Maximum number of bytes of one tenant's notes in a burst, for example notes that a server kept while the daemon was
+not running.
+"""
 
 NOTE_FRAME_BYTES: Final = 512
 """Number of bytes that count for each note in addition to its own, for the record around it. So many small notes are
@@ -330,8 +332,8 @@ class Budgets:
     """A budget for each tenant.
 
     Args:
-        burst: What a tenant may spend at once; None: BURST_RECORDS.
-        per_s: What it gets back in a second.
+        burst: The amount that a tenant may spend at once; None: BURST_RECORDS. per_s: The amount that it regains per
+            second.
     """
 
     def __init__(self, burst: int | None = None, per_s: int = RECORDS_PER_S) -> None:

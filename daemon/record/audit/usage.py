@@ -132,7 +132,7 @@ class UsageSum:
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == RecordKind.START:
             self._on_start(record.data.get("previous"), record.boot)
-        # Only the present boot is remembered: no earlier one continues.
+        # Remember only the present boot, because no lease of an earlier boot continues.
         self._last_us = {record.boot: last_us}
         if record.kind == RecordKind.GAP:
             self._on_gap(record)
@@ -244,7 +244,8 @@ class UsageSum:
             if RecordKind.RETURN in dropped and opened.is_parked:
                 self._count_part(opened, since_us)
                 opened.is_parked = False
-            # The record of its end may be among them, too. A later record about the lease clears the doubt.
+            # The record of the lease's end may be among the dropped ones. A later record about the lease clears the
+            # doubt.
             if opened.doubt_us is None and dropped.keys() & ENDS:
                 opened.doubt_us = since_us
 
@@ -255,7 +256,8 @@ class UsageSum:
         for lease, opened in self._open.items():
             # The latest time at which the lease is known to have lived, or its daemon did.
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
-            # Its end may have been dropped in a gap: it counts to the gap, or to a later record of its own.
+            # The record of its end may have been dropped in a gap: the lease counts to the gap, or to its own next
+            # record.
             if opened.doubt_us is not None:
                 end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
             if (earlier := self._left.pop(lease, None)) is not None:
@@ -321,7 +323,7 @@ def _wall_us(record: AuditRecord) -> int:
     try:
         return (datetime.fromisoformat(record.at) - _EPOCH) // timedelta(microseconds=1)
     except ValueError:
-        # Its form was checked, but a forged one may name the 30th of February.
+        # The date's form was checked, but a forged date may be the 30th of February.
         return 0
 
 

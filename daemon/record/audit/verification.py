@@ -27,12 +27,12 @@ MAX_FINDINGS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem of a log.
+    """A problem that was found in a log.
 
     Attributes:
         file: The file; "" if it is in none.
         offset_bytes: The offset of the line.
-        seq: The record there, or the one that should be there; 0 if that is unknown.
+        seq: The sequence number of the record there, or of the record that should be there; 0 if that is unknown.
         problem: The problem, as a sentence.
     """
 
@@ -118,8 +118,7 @@ class Verifier:
         except NotARecord as error:
             self._collect_torn_bytes(file, offset_bytes, line, str(error))
             return None
-        # Step 2: check the record's statement about the bytes before it, and whether it belongs at this place of the
-        # chain.
+        # Step 2: check the record's statement about the bytes before it, and its position in the chain.
         self._check_torn_bytes(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
         # Step 3: records that change what later checks expect.
@@ -197,7 +196,8 @@ class Verifier:
     # --- bytes that are not a record ---
 
     def _collect_torn_bytes(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
-        # A record describes only bytes of its own file, so those of the file before are judged without one.
+        # A record describes only bytes of its own file, so no record can describe the bytes at the end of the previous
+        # file.
         if self._torn_bytes is not None and self._torn_bytes.file != file:
             self._check_torn_bytes(None, "", 0)
         if self._torn_bytes is None:

@@ -12,8 +12,8 @@ The database has one connection. The daemon reads and checks all of it once, at 
 
 The head is a small file next to the database that holds the number of commits. SQLite reads its log up to the first
 frame with a wrong checksum, as if there had never been more: the head reveals that loss. The daemon writes the head
-after each commit and never syncs it. A killed daemon leaves it exact, a dead host leaves an older one, and neither
-leaves one that is ahead.
+after each commit and never syncs it. After the daemon was killed, the head is exact; after a crash of the host, it may
+be older. It is never ahead of the rows.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _START_NEWER: Final = f"Start that version, {_OR_MOVE_ASIDE}"
 
 
 class JournalBroken(CannotStart):
-    """The journal can't be used. The hint says what to do, and what that costs."""
+    """The journal can't be used. The hint says what to do, and what is lost by it."""
 
 
 def not_whole(path: object, reason: str) -> JournalBroken:

@@ -172,7 +172,7 @@ class Journal:
 
 
 _LASTING_DENIALS: Final = frozenset({DenialReason.FENCED, DenialReason.REVOKED})
-"""Denials that hold forever: what they say about a lease must be durable before it is reported, like an outcome."""
+"""Denials that hold forever. Their reason must be durable before it is reported, like an outcome."""
 
 
 class FileJournal(Journal):
@@ -324,8 +324,8 @@ class FileJournal(Journal):
     def _not_kept(self, outcome: Outcome, problem: str) -> RequestDenied:
         """Return the answer in place of an outcome that can't be recorded."""
         match outcome:
-            # A grant is taken back. Everything else has happened already; the answer can only say that a restart may
-            # forget it.
+            # A grant is withdrawn. Any other outcome has taken effect already, so the answer can only say that a
+            # restart may forget it.
             case Granted() | RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
             case Renewed(request, lease):
@@ -499,10 +499,11 @@ class JournalProjector:
                 self._update(lease_id, table, changes)
                 self._update_region(region_id, table, changes)
             case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
-                # The row says which of two workers may serve the session, if the former one is set aside.
+                # If the former worker is set aside, the row shows which of the two workers may serve the session.
                 self._update(lease_id, table, changes)
             case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
-                # The card, which may be another one now, is charged for the session before the worker gets the order.
+                # The session's card, which may have changed, must be charged in the journal before the worker gets the
+                # order.
                 self._update(lease_id, table, changes)
             case ResizeSlice(lease_id=lease_id):
                 # A slice that grows is charged before the worker gets the order.
@@ -510,7 +511,7 @@ class JournalProjector:
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, changes)
             case LeaseLeft(lease=lease) | LeaseReturned(lease=lease):
-                # It has no worker now, or another one than before.
+                # The lease has no worker now, or another one than before.
                 if lease.lease_id in self._pids:
                     self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
@@ -562,7 +563,7 @@ class JournalProjector:
 
     def _add_tombstone(self, lease_id: int, lease: LeaseSnapshot | None, changes: list[Change]) -> None:
         """Remove the row of a lease that is torn down, and keep a tombstone if it was a tenant's."""
-        # No row: the lease was never granted, so the next daemon need not know it.
+        # Without a row, the lease was never granted, so the next daemon need not know it.
         if self._pids.pop(lease_id, None) is None:
             return
         changes.append(Change(RowKind.LEASE, lease_key(lease_id), None))

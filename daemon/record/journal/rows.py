@@ -298,7 +298,8 @@ def _members(
 ) -> dict[str, Any]:
     """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
     members = json.loads(value)
-    # Between the members of the first version and those of this one: anything else was not written by this code.
+    # The members must include all of the first version, and none that this version does not know. No daemon wrote any
+    # other row.
     if not isinstance(members, dict) or not names - _LATER_MEMBERS.keys() <= members.keys() <= names:
         raise ValueError(f"it must be a {shape}")
     # An unknown state or cause raises ValueError, like any other value that was not written here.

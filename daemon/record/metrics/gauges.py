@@ -175,7 +175,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
 
 
 POOL_STATES: Final = tuple(state.value for state in WarmState if state is not WarmState.HELD)
-"""The states of contexts that each have a series in the metrics; RECYCLED has one, too."""
+"""The states of contexts with a series in the metrics; there is one for RECYCLED as well."""
 
 
 def _state_of(context: WarmSnapshot) -> str:
