@@ -49,7 +49,7 @@ def test_cuda_lives_with_the_units(host: BootedHost) -> None:
     host.install(driver='"cuda"')
     host.do("systemctl", "enable", "--now", "gpuleased.socket", "gpuleased.service")
     first = host.leasing()
-    tenant = host.start(host.python, "-P", "-m", "helpers.busy_tenant", "240", "20")
+    tenant = host.start(host.python, "-P", "-m", "helpers.busy_tenant", "600")
     try:
         assert tenant.stdout is not None
         assert tenant.stdout.readline() == "leased\n"

@@ -33,7 +33,7 @@ def host() -> Iterator[BootedHost]:
 def test_sessions_go_on_whatever_becomes_of_the_daemon(host: BootedHost) -> None:
     host.install(driver='"cpu"', vram='["64MiB"]')
     host.do("systemctl", "enable", "--now", "gpuleased.socket", "gpuleased.service")
-    tenant = host.start(host.python, "-P", "-m", "helpers.busy_tenant", "120", "20")
+    tenant = host.start(host.python, "-P", "-m", "helpers.busy_tenant", "600")
     try:
         assert tenant.stdout is not None
         assert tenant.stdout.readline() == "leased\n"
