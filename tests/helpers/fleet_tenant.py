@@ -22,7 +22,9 @@ LEASE_S: Final = 6
 
 LEAST_HOLD_S: Final = 1.0
 RENEW_S: Final = 2.0
-PAUSE_S: Final = 0.01
+PAUSE_S: Final = 0.03
+"""Between two kernels. Shorter pauses would take more of the host's time than the fleet itself."""
+
 REFUSED_PAUSE_S: Final = (0.05, 0.3)
 
 IS_OVER = threading.Event()

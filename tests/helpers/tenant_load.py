@@ -33,6 +33,9 @@ LATE_S: Final = 8.0
 
 MIB: Final = 1 << 20
 
+CHECK_PAUSE_S: Final = 0.01
+"""Between two checks of a tenant, so that tenants leave the broker and its successors time on a host of two cores."""
+
 
 @dataclass
 class Told:
@@ -152,6 +155,7 @@ class Load:
                 until = time.monotonic() + dice.random() * 0.1
                 while time.monotonic() < until:
                     neighbour.check()
+                    self.stopped.wait(CHECK_PAUSE_S)
                 if dice.random() < 0.4:
                     self._renew(dice, lease, told)
                 if dice.random() < 0.2:
