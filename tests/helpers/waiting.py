@@ -12,7 +12,7 @@ PATIENCE_S: Final = 120.0
 LOOK_S: Final = 0.005
 """Shortest pause between two checks of the condition."""
 
-MAX_LOOK_S: Final = 0.05
+MAX_LOOK_S: Final = 0.2
 """Longest pause after a check that is fast."""
 
 _OF_THE_WAIT: Final = 1 / 16
@@ -20,6 +20,9 @@ _OF_THE_WAIT: Final = 1 / 16
 
 _TIMES_A_LOOK: Final = 3
 """A pause is at least so many times as long as the check before it, because other tests need the processor."""
+
+_MAX_PAUSE_S: Final = 0.3
+"""Longest pause after a check that is slow, because it starts a process or because the host is busy."""
 
 
 def wait_until(
@@ -32,6 +35,6 @@ def wait_until(
         if now > begun + within_s:
             raise AssertionError(f"not within {within_s:g} s: {what}; seen: {value if seen is None else seen()!r}")
         rarely = min((now - begun) * _OF_THE_WAIT, MAX_LOOK_S)
-        time.sleep(max(LOOK_S, rarely, min((now - looked) * _TIMES_A_LOOK, MAX_LOOK_S)))
+        time.sleep(max(LOOK_S, rarely, min((now - looked) * _TIMES_A_LOOK, _MAX_PAUSE_S)))
         looked = time.monotonic()
     return value
