@@ -24,7 +24,7 @@ from helpers.submits import WORKER
 from helpers.tenant_load import MIB, Load, Told
 from helpers.waiting import wait_until
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.first]
 
 KILLS: Final = int(os.environ.get("GPULEASE_KILLS", "10"))
 SEED: Final = int(os.environ.get("GPULEASE_KILLS_SEED", str(random.SystemRandom().randrange(10**6))))

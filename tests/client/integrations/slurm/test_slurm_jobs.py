@@ -530,6 +530,7 @@ def test_the_service_frees_what_no_epilog_freed(cluster: SlurmCluster, daemon: D
 
 
 @needs_slurm
+@pytest.mark.first
 @pytest.mark.exhaustive
 def test_a_job_of_several_cards_has_a_lease_on_each(folder: Path, start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(vram=["64MiB", "64MiB"])

@@ -164,6 +164,7 @@ FleetOrder.TestCase.settings = FEW
 TestFleetOrder = FleetOrder.TestCase
 
 
+@pytest.mark.first
 @pytest.mark.exhaustive
 class TestManyFleetOrders(TestFleetOrder):  # type: ignore[valid-type, misc]
     settings = settings(FEW, max_examples=150, stateful_step_count=60)
