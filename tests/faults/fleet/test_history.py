@@ -11,8 +11,8 @@ from gpulease.daemon.fleet.etcd.transactions import Delete, Put, Transaction, Tr
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster, need_etcd
 
-CHANGES = 2_400
-"""More changes than etcd sends in one batch."""
+CHANGES = 1_200
+"""More changes than the 1,000 revisions that etcd sends in one batch (watchBatchMaxRevs)."""
 
 
 async def write_and_delete(cluster: EtcdCluster) -> None:
