@@ -75,7 +75,7 @@ class GpuLeaseError(Exception):
     def __str__(self) -> str:
         if not self.hint:
             return self.message
-        # One sentence, then the hint as another.
+        # Write one sentence, followed by the hint as another.
         return f"{self.message.rstrip().rstrip('.')}. {self.hint[:1].upper()}{self.hint[1:]}"
 
 
@@ -205,7 +205,7 @@ class GpuSessionFailed(GpuLeaseError):
 
 
 class OperationFailed(GpuLeaseError):
-    """An operation failed; the session continues. Every such failure is of one of the classes below."""
+    """An operation failed; the session continues. Every such failure has one of the classes below."""
 
 
 @answers(Status.ALLOC_FAILED)
@@ -389,7 +389,7 @@ def error_of(failure: Failure, operation: str, own_requests: Container[int] = ()
 
 
 def _earlier(failure: Failure, number: int) -> str:
-    # Launches are named by their kernel: that is what a program knows of them.
+    # Name launches by their kernels, because programs know them by these.
     if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN, Opcode.LAUNCH_WITH):
         kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
         return f"earlier launch {number}{kernel}"

@@ -71,7 +71,7 @@ def new_name(old: str) -> str | None:
 
 
 class _Moved(InspectLoader):
-    """Loads the module with the new name in place of one with the old name."""
+    """Loads the module with the new name when the old name is imported."""
 
     def __init__(self, new: str) -> None:
         self._new = new

@@ -60,7 +60,7 @@ def attenuate(
         narrowed = bytes(biscuit.append(BlockBuilder(narrowing_source(expires_ms, permissions))).to_bytes())
     except ValueError as error:
         raise InvalidRequest(f"attenuate: {error}") from None
-    # Each block makes a token longer, so after several holders it can exceed what a daemon reads.
+    # Each block makes a token longer, so after several holders it can be longer than a daemon accepts.
     if len(narrowed) > MAX_TOKEN_BYTES:
         raise InvalidRequest(f"attenuate: the token would have more than {MAX_TOKEN_BYTES} bytes")
     return narrowed

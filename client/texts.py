@@ -10,7 +10,7 @@ MAX_QUOTED_CHARS: Final = 120
 
 
 def quoted(value: Any) -> str:
-    """A value as Python writes it, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
+    """A value in Python's notation, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
     if isinstance(value, str | bytes | bytearray) and len(value) > MAX_QUOTED_CHARS:
         return f"{value[:MAX_QUOTED_CHARS]!r}..."
     try:

@@ -1,4 +1,4 @@
-"""The permissions of a token, and how its holder narrows it: the parts on which all sides must agree.
+"""The permissions of a token, and how its holder narrows them: the parts on which all sides must agree.
 
 A token is opaque bytes to its carrier. Inside it is a Biscuit (biscuitsec.org, specification version 3): a block that
 the daemon signed, and any number of blocks that holders appended. An appended block can only take permissions away. A

@@ -70,8 +70,8 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     is_greeting = kind in _GREETINGS
     if is_greeting and (last := _last_parsed.get(kind)) is not None and last[0] == data:
         return last[1]  # type: ignore[return-value]
-    # Step 1: try the plain form, which must also have used every byte. A read past the payload's end returns another
-    # offset.
+    # Step 1: try the plain form, which must also have used every byte. If a read went past the payload's end, the
+    # returned offset differs from the payload's length.
     try:
         body, end = schema.plain.read(data, 0)
     except NOT_PLAIN:

@@ -6,7 +6,7 @@
         ├── FramingError        the stream has lost its frames: answer and close
         └── BodyError           one frame is wrong; the next one may be right
 
-Each carries the `Status` that answers it.
+Each error has the `Status` with which it is answered.
 """
 
 from gpulease.protocol.opcodes import Status

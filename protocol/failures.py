@@ -66,7 +66,7 @@ class Failure:
 
     def to_body(self) -> ErrorBody:
         """Return the reply's payload, with texts cut to MAX_ERROR_TEXT_BYTES."""
-        # Send only details that have a value: one without a value would look like an empty one.
+        # Send only details that have a value: a missing value would look like an empty one.
         details = [
             Tlv(kind, value)
             for kind, value in (
@@ -137,8 +137,8 @@ class Failure:
         for kind, value in details.items():
             name, width_bytes = _DETAILS.get(kind, ("", 0))
             if width_bytes:
-                # Another width comes from a later version, or from a peer's mistake. Ignore it: no number is better
-                # than a wrong one.
+                # A number of another width comes from a later version, or from a peer's mistake. Ignore it, because a
+                # wrong number would be worse than none.
                 if len(value) == width_bytes:
                     setattr(failure, name, int.from_bytes(value, "big"))
             elif name:

@@ -85,8 +85,8 @@ else:
         # The compiled constructor does not support fields with init=False.
         if not all(item.init for item in class_fields):
             raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
-        # Code that inspects the class needs these, and the standard library, which lets only frozen classes derive from
-        # frozen ones.
+        # Code that inspects the class needs these attributes. So does the standard library, which lets only frozen
+        # classes derive from frozen ones.
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = True
         parameters.eq, parameters.frozen = eq, frozen

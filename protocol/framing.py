@@ -148,7 +148,7 @@ def _check_header(flags: int, status: int, reserved: int, error: type[FramingErr
         raise error(f"unknown header flags {flags & ~KNOWN_FLAGS:#04x}", Status.UNSUPPORTED)
     if reserved:
         raise error("the reserved header field is not zero")
-    # QUIET asks for no reply, so it has no meaning on one.
+    # QUIET means that no reply is wanted, so a reply can't have this flag.
     if flags & _REPLY_AND_QUIET == _REPLY_AND_QUIET:
         raise error("a reply can't be quiet")
     if status and not flags & _REPLY:

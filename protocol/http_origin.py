@@ -112,7 +112,7 @@ def refusal(
 
 
 def _is_host(header: bytes) -> bool:
-    """Return whether a Host header can be part of a URL; frameworks build one from it."""
+    """Return whether a Host header can be part of a URL, because frameworks build URLs from it."""
     if _NOT_OF_HOSTS.search(header):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The options of a lease: one `LeaseOption` for each tag, with all facts about it that more than one place needs.
+"""The options of a lease: one `LeaseOption` for each tag, with all facts about it that several modules need.
 
 A tenant gives options in LEASE_ALLOC, as lease parameters. All other places that state such a fact are derived from
 these declarations or compared with them: the builder's setters, the broker's parser, a lease's terms and its row in the
@@ -143,7 +143,7 @@ class NumberOption(LeaseOption[int, Default]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
-    """One byte, a member of an enumeration. Others are refused as unknown, because a later version may know them.
+    """One byte, a member of an enumeration. Others are refused as unknown, because a later version may define them.
 
     Attributes:
         kind: The enumeration.
@@ -471,7 +471,7 @@ class LeaseOptions(WorkerOptions):
         submit_bytes: The part of the lease's bytes that is reserved for submits. If 0, a submit runs in place of a
             session that was never opened.
         orphan_ms: Longest time without a connection before the lease ends; 0 for no bound, None for the node's default.
-        name: A name that is unique in the node's fleet; "" for a lease without a name, which the fleet does not know.
+        name: A name that is unique in the node's fleet; "" for a lease without a name.
         request_id: The tenant's number of this acquire, the same in all its tries, in 32 hexadecimal digits; "" if it
           has none.
         weight: Its weight when the time of its card is shared.

@@ -1,4 +1,4 @@
-"""The bodies of all messages on the wire: one frozen dataclass each, whose fields also define the encoding.
+"""The bodies of all messages on the wire. Each is a frozen dataclass; its fields also define the encoding.
 
 `operations.py` says which operation has which body. An error reply has an `ErrorBody`, whatever its operation.
 """

@@ -136,7 +136,7 @@ class Exclusivity(IntEnum):
 
 
 class Waiting(IntEnum):
-    """The way client and worker wait for each other, and the worker for the card; one byte, others are refused.
+    """How client and worker wait for each other, and the worker for the card; one byte. Other values are refused.
 
     SPIN answers soonest and costs a core while there is traffic. With BLOCK both sides sleep and cost no core.
     """

@@ -1,4 +1,4 @@
-"""The operations: one `OperationSpec` for each opcode, with every fact about it that more than one place needs.
+"""The operations: one `OperationSpec` for each opcode, with every fact about it that more than one module needs.
 
 All other places derive such facts from these specifications, or a test compares them: the codec's bodies, the states of
 a connection, the permissions of tokens, the worker's dispatch and the abilities it announces, the watchdog's patience,
@@ -793,7 +793,7 @@ _ALL: Final = (
         ability=SessionOption.OWN_MEMORY,
         driver_failure=Status.SESSION_FAILED,
     ),
-    # All permissions: it frees what other connections left behind.
+    # It needs all permissions, because it frees objects that other connections left behind.
     _session(
         Opcode.MEM_RESET,
         m.Empty,

@@ -59,8 +59,8 @@ _U128_BYTES: Final = 16
 
 def plain_of(subcon: Any) -> Plain:
     """Return the plain form of an encoding of this module."""
-    # Three kinds: construct's integers, which have a format for struct; the one integer that struct has no letter for;
-    # and the constructs of this module, which have theirs as `plain`.
+    # There are three kinds: construct's integers, which have a format for struct; the one integer for which struct has
+    # no letter; and the constructs of this module, which have their plain form in the attribute `plain`.
     if isinstance(subcon, c.FormatField):
         return _plain_integer(struct.Struct(subcon.fmtstr))
     if subcon is U128:
@@ -145,7 +145,7 @@ def _plain_record(record: type[Any]) -> Plain:
     for item in fields(record):
         subcon = item.metadata["wire"]
         form, named = runs[-1] if runs else (None, [])
-        # A field with a form of its own ends the run of integers before it.
+        # A field with another encoding ends the preceding run of integers.
         if not isinstance(subcon, c.FormatField):
             runs.append((plain_of(subcon), [item.name]))
         elif isinstance(form, struct.Struct):

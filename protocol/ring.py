@@ -188,7 +188,7 @@ class RingWriter:
 
         So an interrupted sender never leaves half a frame. Raises the errors of `put`.
         """
-        # Both parts must fit as they are; they may wrap around the ring's end, unlike a piece.
+        # Both parts together must fit into the free space. Unlike a piece, they may wrap around the ring's end.
         tail = self.tail
         middle = tail + len(first)
         end = middle + len(second)

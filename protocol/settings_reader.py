@@ -29,8 +29,9 @@ from gpulease.protocol.foreign_text import shortened
 from gpulease.protocol.sizes import parse_size
 
 MAX_WHOLE: Final = 2**31 - 1
-"""The largest whole number of a setting that has no bound of its own. A larger one is a typing mistake; as nanoseconds
-it could exceed what a clock, a control page or a socket option holds."""
+"""The largest whole number of a setting that has no bound of its own. A larger number is a typing mistake; converted to
+nanoseconds, it might not fit a clock, a control page or a socket option.
+"""
 
 MAX_SHOWN_CHARS: Final = 200
 """Maximum number of characters of a wrong value that an error shows. A file's value may have megabytes."""
@@ -252,7 +253,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
 def _declared(kind: Any) -> Mapping[str, Declared]:
     settings_by_key: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
-    # Each field whose annotation has a `Setting` is a setting; operators can't set the others.
+    # A field is a setting if its annotation has a `Setting`. Operators can't set other fields.
     for item in fields(kind):
         if get_origin(hints[item.name]) is not Annotated:
             continue
@@ -313,7 +314,7 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
 def read_settings(kind: type[Settings], table: Any) -> Settings:
     """Return a table as an instance of the class that declares its settings. Raises BadSetting."""
     values = read_values(kind, table)
-    # The class may check its settings against each other, and says what is wrong without a setting's name.
+    # The class may check its settings against each other; its error does not name a setting.
     try:
         return kind(**values)
     except BadSetting:
@@ -337,7 +338,7 @@ def check_bounds(settings: Any) -> None:
 
 def any_of(texts: Iterable[str]) -> str:
     """Return texts as alternatives: "'a', 'b' or 'c'"."""
-    # The last one is joined with "or"; a single one stands alone.
+    # The last text is joined with "or"; a single text is returned alone.
     *others, last = [repr(text) for text in texts]
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -63,7 +63,7 @@ async def drive_with_clean_up(clean_up: GrantCleanUp, procedure: Procedure[T], m
         clean_up.is_settled = True
         raise
     except BaseException:
-        # No interrupt can come between these: see `core.clean_ups`.
+        # No interrupt can come between these statements: see `core.clean_ups`.
         due[clean_up] = None
         clean_up.is_due = True
         start_new_thread(settle, (clean_up,))
@@ -98,7 +98,7 @@ class ConnectionLock(asyncio.Lock):
 
     async def wait_for_abandoned(self) -> None:
         """Wait until all of these tasks have ended and the objects that they created were given back."""
-        # A task that ends may start another one, which gives back its result: look again.
+        # A task that ends may start another task, which gives back its result: check again.
         while self._abandoned:
             await asyncio.wait(self._abandoned)
 

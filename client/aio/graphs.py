@@ -24,7 +24,7 @@ class Graph(GraphHandle):
 
         Args:
             stream: The stream to run in; the default stream if None.
-            regions: The regions that it uses, as in `GpuSession.launch`. They are checked once, before the graph
+            regions: The regions that it uses, as in `GpuSession.launch`. The regions are checked once, before the graph
                 starts.
             position: Any number, as in `GpuSession.launch`.
             values: New values of its parameters, for this launch only. A parameter that was recorded as a buffer takes

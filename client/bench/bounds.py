@@ -71,7 +71,7 @@ class Bound:
 
     @property
     def floor(self) -> str:
-        """The name of the host's floor that the bound is a ratio to; "" if it is a ratio to something else, or none."""
+        """The host's floor by which the figure is divided; "" if it is divided by another figure, or not divided."""
         _, key, name = (*self.of.split(".", 2), "", "", "")[:3]
         return name if key == HOST else ""
 
@@ -210,7 +210,7 @@ def keeps_bounds(driver: str, report: Mapping[str, Any]) -> bool:
 def _outcome(bound: Bound, figures: Mapping[str, float]) -> BoundOutcome:
     figure, divisor = figures.get(bound.figure), figures.get(bound.of)
     value = bound.value(figure, divisor)
-    # A figure that the host can't have is left out; one that should be there is a missed bound.
+    # Leave out a figure that the host can't have. Any other figure that is missing counts as a missed bound.
     if value is None:
         return BoundOutcome(bound, figure, divisor, None, None if bound.needs else False)
     return BoundOutcome(bound, figure, divisor, value, bound.holds(value, bound.limit))

@@ -46,7 +46,7 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
     """
     require_decode()
-    # Without a running daemon, one private daemon serves both the parts that need TCP and TLS and those that take any.
+    # Without a running daemon, one private daemon serves all parts, including those that need TCP and TLS.
     has_running = running_address() is not None
     run: _Run | None = None
 

@@ -201,7 +201,7 @@ def _decode(daemon: MeasuredDaemon) -> Mapping[str, Any]:
         if kind in steps and batch is not None and isinstance(took_ms, float):
             steps[str(kind)][str(batch)] = {"ms": took_ms}
 
-    # Do not time the kernels alone, because nothing is promised about them.
+    # Do not time single kernels, because nothing is promised about them.
     driver = daemon.driver
     plan = DecodePlan((SHAPES[driver],), BATCHES[driver], (CONTEXT,), ("decode_torch",), times_kernels=False)
     measure_decode(daemon.address, plan, keep, daemon.log)

@@ -135,7 +135,7 @@ def print_reads(path: Path) -> None:
 
 
 async def _print_load(address: str, checkpoint: Checkpoint, path: Path, state: str) -> None:
-    """Print the rate of one load, on a lease of its own."""
+    """Print the rate of one load, on a separate lease."""
     print_figures({"figure": "load", "state": state, **await _load_rate(address, checkpoint, path)})
 
 
@@ -184,7 +184,7 @@ def written(shape: str) -> Iterator[Path]:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_words(checkpoint.config)))
         entries, at = {}, 0
-        # Write the header first: each tensor's place follows from the sizes of those before it.
+        # Write the header first: each tensor's offset follows from the sizes of the tensors before it.
         for tensor, sizes in model_tensors(checkpoint.config):
             end = at + int(np.prod(sizes)) * 2
             entries[tensor] = {"dtype": "BF16", "shape": sizes, "data_offsets": (at, end)}

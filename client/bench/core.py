@@ -37,7 +37,7 @@ def core_figures(leases: int, kinds: tuple[str, ...], *, has_expiry: bool = True
     command += [*([] if has_expiry else ["--no-expiry"]), str(leases), *kinds]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:
-        # The figures are the last line; a log may come before them.
+        # The figures are the last line. Lines of a log may precede it.
         figures: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last_line = (result.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]

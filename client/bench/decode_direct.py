@@ -54,7 +54,7 @@ def cuda_driver() -> Any:
         from cuda.bindings import driver
 
         _check(driver, driver.cuInit(0))
-        # The primary context, as a program with the runtime API gets it.
+        # Use the primary context, as programs with the runtime API do.
         card = _check(driver, driver.cuDeviceGet(0))
         _check(driver, driver.cuCtxSetCurrent(_check(driver, driver.cuDevicePrimaryCtxRetain(card))))
     except ImportError as error:

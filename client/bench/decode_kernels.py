@@ -1,4 +1,4 @@
-"""Times of the decode engine's kernels, each alone in launch graphs, and of linear layers with other tiles and splits.
+"""Times of the decode engine's kernels, one kernel per launch graph, and of linear layers with other tiles and splits.
 
 The engine splits a linear layer's sums by the weight's shape alone, so that a row's bits are the same in every step.
 `tile_figures` measures what that costs: every tile and number of parts that the kernels have, compared with those in
@@ -53,7 +53,7 @@ async def kernel_figures(engine: DecodeEngine, blocks: RowBlocks, batch: int, co
 async def tile_figures(
     engine: DecodeEngine, blocks: RowBlocks, batch: int, context: int, step_s: float
 ) -> AsyncIterator[Figure]:
-    """Yield each linear layer's times with its best tile and splits and with those in use; then those of all layers.
+    """Yield each linear layer's times, with the best tile and splits and with those in use; then the sum of all layers.
 
     Args:
         engine: The engine.

@@ -108,7 +108,7 @@ class ReplyError(Exception):
 
 
 class DecodeClient:
-    """Sends completion requests to one server, with HTTP/1.0: then a reply ends with its connection and has no chunks.
+    """Sends completion requests to one server, with HTTP/1.0, so that a reply ends with its connection, without chunks.
 
     Args:
         url: The server's URL, `http://HOST:PORT`. Raises ValueError for any other.
@@ -130,7 +130,7 @@ class DecodeClient:
         try:
             async with asyncio.timeout(LIMIT_S):
                 await self._stream(key, json.dumps(request).encode(), outcome)
-        # Each kind of failure has its own text, by which the report counts them.
+        # Each kind of failure has its own text, by which the report counts failures.
         except ReplyError as error:
             outcome.error = str(error)
         except TimeoutError:
@@ -141,7 +141,7 @@ class DecodeClient:
 
     async def _stream(self, key: str, body: bytes, outcome: RequestOutcome) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
-        # One connection for each request, as HTTP/1.0 has it.
+        # Use one connection for each request, as in HTTP/1.0.
         try:
             head = f"POST /v1/completions HTTP/1.0\r\nHost: {self._host}:{self._port}\r\nAuthorization: Bearer {key}"
             head += f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -272,7 +272,7 @@ class _ReplayedSteps:
         rows["table"] = [sequence.table for sequence in live]
         rows["base"] = [pool.region.address for pool in self._pools]
         rows["blocks"] = [pool.blocks for pool in self._pools]
-        # The first step takes its tokens from the rows, later ones from the step before.
+        # The first step takes its tokens from the rows, each later step from the previous step.
         rows["source"], rows["token"] = NO_ROW, 5
 
     async def run(self) -> list[float]:

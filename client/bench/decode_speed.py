@@ -156,7 +156,7 @@ def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Itera
         with contextlib.suppress(ValueError):
             if isinstance(figure := json.loads(line), dict):
                 yield figure
-    # A way that is not installed, or failed, leaves one figure that says so.
+    # If a peer is not installed, or fails, report one figure that says so.
     if result.returncode:
         yield labels | {"skipped": (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]}
 

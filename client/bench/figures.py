@@ -29,7 +29,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def print_figures(figures: Mapping[str, object]) -> None:
-    """Print figures as one JSON object on a line, numbers to four places, and flush."""
+    """Print figures as one JSON object on a line, numbers to four decimal places, and flush."""
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
     print(json.dumps(rounded), flush=True)
 
@@ -99,7 +99,7 @@ def percentiles_ms(took_s: Sequence[float]) -> Figures:
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Each figure's median over rounds, to three places."""
+    """Each figure's median over rounds, to three decimal places."""
     return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}
 
 

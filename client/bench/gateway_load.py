@@ -34,7 +34,7 @@ SPACED: Final = 10
 
 
 class _GatewayLoad:
-    """A load of requests, from threads that each send one after the other.
+    """A load of requests. Each of several threads sends one request after another.
 
     Attributes:
         floors_us: The host's floor of parses, in microseconds of CPU time, measured between the requests.

@@ -65,7 +65,7 @@ def with_floors(measure: Callable[[], Mapping[str, Any]], names: Collection[str]
 
 
 class _Frames:
-    """Packs frames into mapped memory, one after the other, as the client does with launches."""
+    """Packs frames into mapped memory, one after another, as the client does with launches."""
 
     __slots__ = ("_acquire", "_data", "_end", "_release", "_tail", "_words")
 

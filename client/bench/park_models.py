@@ -128,7 +128,7 @@ def is_right(report: dict[str, Any]) -> bool:
 
 
 def _builder(address: str, size_bytes: int) -> GpuBuilder:
-    # All models share one card, whatever the host has.
+    # All models share one card, however many the host has.
     builder = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).timeout(WAIT_S).parkable().device("0")
     return builder.exclusivity(GpuExclusivityClass.SHARED)
 

@@ -190,7 +190,8 @@ class _Tenant:
                 _retried(lambda: ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "storm"), self._address))
                 work.until_refused(Revoked)
             case "kill":
-                # A session that leaves its worker has two for a moment, and a cold one has none until it is used.
+                # A session that leaves its worker has two workers for a moment, and a cold session has none until it is
+                # used.
                 work.until_refused(GpuLeaseError, lambda: _kill_worker(lease.lease_id))
 
 
@@ -262,7 +263,7 @@ class _Work:
     def _use_regions(self) -> None:
         """Open, check and end regions; some end while the session is parked."""
         while len(self._regions) < REGIONS:
-            # A broker that is killed may have opened the region before. That one ends at its own deadline.
+            # A broker that was killed may have opened a region before. That region ends at its own deadline.
             region = _retried(self._open_region)
             self._regions.append((region, self.session.region_set([region])))
             _retried(lambda: self._weave(*self._regions[-1]))

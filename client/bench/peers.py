@@ -234,7 +234,7 @@ def report_of(
 
 
 def _goals(figures: Mapping[str, Figures], host: Figures) -> dict[str, dict[str, Any]]:
-    """Each row's goal as text, and whether the session reaches it: None if a figure for that is missing."""
+    """Each row's goal as text, and whether the session reaches it; None if a figure is missing."""
     bounds = {bound.name: bound for bound in load_bounds("cuda")}
     goals = {}
     for row in ROWS:

@@ -1,4 +1,4 @@
-"""Measure what a shared prefix saves: the time to the first token after it, and how many sequences fit in a region.
+"""Measures the benefit of a shared prefix: the time to the first token after it, and how many sequences fit a region.
 
     python -m gpulease.client.bench.prefix_times [MODEL | SHAPE [PREFIX [BLOCKS]]]
 
@@ -94,7 +94,7 @@ class _PrefixLoad:
         return took_s
 
     async def first_tokens(self, rounds: int) -> dict[str, Any]:
-        """Time the first token after a prefix that is new, and after one that an earlier sequence had."""
+        """Time the first token after a new prefix, and after a prefix that an earlier sequence had."""
         new, reused = [], []
         await self._read(self._prompt(0, 0))
         for text in range(1, rounds + 1):
@@ -111,7 +111,7 @@ class _PrefixLoad:
         """Count the sequences that live at the same time in the region, out of `sequences` with one prefix."""
         tenant = self._decoder.scheduler.tenants["bench"]
         begin_s = time.perf_counter()
-        # Compute the prefix once before, as in a server. Without reuse that changes nothing.
+        # Compute the prefix once in advance, as in a server. Without reuse this has no effect.
         await self._read(self._prompt(0, 0))
         tasks = [asyncio.create_task(self._read(self._prompt(0, unique))) for unique in range(1, sequences + 1)]
         peak = 0

@@ -77,7 +77,7 @@ class _Bench:
         self._args = KernelArgs().push_buffer(self._buffer).push_u32(THREADS).push_f32(1.0)
 
     def lives(self, samples: int) -> Figures:
-        """Open a region and revoke it, one after the other."""
+        """Time how long it takes to open a region and to revoke it, repeatedly."""
         opened_us, returned_us = [], []
         for _ in range(samples):
             # The region's memory is mapped when the reply comes.

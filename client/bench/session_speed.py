@@ -73,7 +73,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 
 
 def _own_share(launch: Callable[[], object], sync: Callable[[], object]) -> dict[str, float]:
-    """The time that a launch takes its caller while the worker executes earlier ones, and the host's floor then."""
+    """The caller's time for a launch while the worker executes earlier launches, and the host's floor at that time."""
     # Start with an empty queue and make fewer launches than the ring holds, so that none waits for room.
     with contextlib.closing(CallFloor()) as floor:
         samples, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)

@@ -43,7 +43,7 @@ def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> d
             single.append(_run(submission))
         if has_pool:
             return _figures("warm_submit", single)
-        # Run one job right after the other, as a tenant does that does not pause.
+        # Run one job right after another, like a tenant that never pauses.
         in_a_row = [_run(submission) for _ in range(count)]
         return _in_a_session(lease, ptx) | _figures("submit", single) | _figures("submit_next", in_a_row)
 

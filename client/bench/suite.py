@@ -43,7 +43,8 @@ class RunSize:
 
     Attributes:
         driver: The driver of a private daemon, which a running one must have, too; "auto" for any.
-        rounds: Number of rounds of leased and direct work in turn; the report has their medians.
+        rounds: Number of rounds; each measures leased work and then direct work, and the report has the medians of all
+            rounds.
         launches: Number of launches pipelined in a round.
         leases: Number of leases acquired and freed; as many expire, and as many are revoked.
         flips: Number of revocations of a worker that launches as fast as it can.
@@ -117,7 +118,7 @@ def _with_peers(address: str, card: dict[str, Any], plan: RunSize, log: LogLine)
 def measure_requests(driver: str, seconds: float, log: LogLine) -> dict[str, dict[str, Figures]]:
     """Measure requests with a lease each, on private daemons with and without a pool, for `seconds` each."""
     figures, count, same_tenant = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
-    # Start three daemons: without a pool, with a pool, and with one that gives a tenant its own contexts again.
+    # Start three daemons: without a pool, with a pool, and with a pool that recycles a tenant's contexts.
     daemons = {
         "fresh contexts": (0, ""),
         f"pool of {count}": (count, ""),

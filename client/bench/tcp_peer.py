@@ -1,7 +1,7 @@
 """A plain TCP stream, the baseline for bulk copies over TCP.
 
-Two processes have one connection on loopback. Each only sends from one buffer, or receives into it.
-`python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
+Two processes share one connection on loopback. Each process only sends from one buffer, or receives into one. `python
+-m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
 """
 
 import socket

@@ -83,7 +83,7 @@ class WovenData:
         return self.size_bytes // WORD_BYTES - 1
 
     def begin(self) -> None:
-        """Launch a request's first kernels, and wait for them, as for a model's answer."""
+        """Launch a request's first kernels and wait for them, as a caller waits for a model's answer."""
         session, results = self.session, self.results
         if self.origin:
             args = KernelArgs().push_buffer(self.block).push_u32(STEPS).push_buffer(results, 0)

@@ -141,7 +141,7 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
 
 
 def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], SamplingParameters]:
-    """The prompts of a request's body, and its sampling, as the server read them."""
+    """The prompts and the sampling of a request's body, as the server parsed them."""
     # Import these only here, because they need the extras `decode` and `serve`.
     from gpulease.client.decode.openai.api_errors import ApiError
     from gpulease.client.decode.openai.completion_request import parse_request
@@ -171,7 +171,7 @@ def _check(
 ) -> None:
     """Report every difference that can be found without computing, and exit if there is one."""
     pairs = (
-        # The exit status is that of the first difference, so those that explain others come first.
+        # The exit status is that of the first difference, so differences that explain others come first.
         ("prompt", EXIT_PROMPT_DIFFERS, str(decode_record.prompt), str(prompt)),
         *(
             (name, EXIT_PROMPT_DIFFERS, decode_record.digests[name] or "none", digest or "none")

@@ -98,7 +98,7 @@ def run(lease_request: LeaseArguments, command: tuple[str, ...]) -> None:
 
 
 def _block() -> set[signal.Signals]:
-    """Block the signals that `_wait` receives one by one; returns the signals that were blocked before.
+    """Block the signals that `_wait` receives one by one. Returns the signals that were already blocked.
 
     A signal is blocked only if every thread of the process blocks it.
     """
@@ -110,7 +110,7 @@ def _check_program(program: str) -> None:
     """End if the program can't be started; checked before acquiring a lease, as far as possible."""
     if shutil.which(program) is not None:
         return
-    # Find out why, and say it in the shell's words: no such file, a folder, or not executable.
+    # Find out the reason, and report it in the shell's words: no such file, a folder, or not executable.
     path = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
     try:
         os.stat(path or "")
@@ -238,7 +238,8 @@ class _LeasedProgram:
         self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
-        # The program was not waited for, so its pid is still its own. It may run as another user, as sudo does.
+        # The program was not reaped, so its pid can't belong to another process. It may run as another user, as sudo
+        # does.
         with suppress(PermissionError, ProcessLookupError):
             os.kill(self._pid, number)
 

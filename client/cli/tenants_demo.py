@@ -121,7 +121,7 @@ class Ann:
         """Add what she has done since the last call to the current phase."""
         window, phase = self._process.window(), self.phases[-1]
         now_s = time.monotonic()
-        # Errors are summed, and the first one is kept as the example.
+        # Errors are counted, and the first one is kept as an example.
         phase.launches += window.rounds
         phase.errors += window.errors
         phase.first_error = phase.first_error or window.error
@@ -161,7 +161,7 @@ class Ann:
         """The claim that no launch of hers was wrong or failed, in any phase."""
         errors = sum(phase.errors for phase in self.phases)
         first = next((f": {phase.first_error}" for phase in self.phases if phase.first_error), "")
-        # It is not enough that there is no error: in each phase a launch must have run.
+        # The absence of errors is not enough: in each phase a launch must have run.
         holds = not errors and all(phase.launches for phase in self.phases)
         counts = ", ".join(f"{phase.launches:,} {phase.name}" for phase in self.phases)
         return Claim(
@@ -200,7 +200,7 @@ class Bob:
         fill(session, module, memory, words, PATTERN)
         written = count_set(session, module, memory, words)
         session.launch(module, "endless", ONE, ONE, KernelArgs().push_buffer(flag))
-        # His own call waits in a thread, as a tenant's program would.
+        # Bob's call waits in a thread, as in a tenant's program.
         self._thread = threading.Thread(target=self._wait, args=(session,), name="bob", daemon=True)
         self._thread.start()
         return written
@@ -438,7 +438,8 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
     ):
         words = kept_region.size_bytes // WORD_BYTES
         kept_set, revoked_set = session.region_set([kept_region]), session.region_set([revoked_region])
-        # Fill both, then revoke one. Its launches must be refused, and the other's words must be unchanged.
+        # Fill both regions, then revoke one. Its launches must be refused, and the other region's words must be
+        # unchanged.
         for region, regions in ((kept_region, kept_set), (revoked_region, revoked_set)):
             fill(session, module, region.address, words, PATTERN, regions)
         session.sync()

@@ -1,4 +1,4 @@
-"""A group of commands that ends as every command does: with a sentence for every failure, or by the interrupt."""
+"""A group of commands that handles failures like a single command does: each is one sentence for the user."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from gpulease.client.console.exit_status import check_words, failures_as_sentenc
 
 
 class CommandGroup(click.Group):
-    """Reports a failure as a sentence, never as a traceback. An interrupt ends the process by its signal."""
+    """Reports a failure as a sentence, never as a traceback. On an interrupt, the process dies of SIGINT."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
-        # Report failures while the command line is parsed as sentences, too.
+        # Parsing the command line may fail, too: report that in the same way.
         with failures_as_sentences():
             check_words(args)
             return super().make_context(info_name, args, *more, **kwargs)

@@ -105,7 +105,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def die_by_signal(number: signal.Signals) -> NoReturn:
-    """End as the signal ends any program: a shell sees that, and stops its script, too."""
+    """End in the way in which the signal ends any program, so that a shell notices it and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
     # Write the output that was printed before the signal.

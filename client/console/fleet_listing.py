@@ -1,4 +1,4 @@
-"""A fleet's nodes and names, as its directories list them, checked."""
+"""A fleet's nodes and names, as its directories list them. The listing is checked when it is received."""
 
 from typing import Any
 

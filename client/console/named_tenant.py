@@ -57,7 +57,8 @@ class Tenant:
             time.sleep(WORK_PAUSE_S)
 
     def _run(self) -> None:
-        # Wait for each kernel before the next one, so that its end is known and spans of one session never overlap.
+        # Wait for each kernel before launching the next, so that its end is known and the spans of one session never
+        # overlap.
         try:
             with GpuSession(self._lease) as session:
                 module, buffer = session.module_load(self._ptx), session.mem_alloc(4 * VALUES)

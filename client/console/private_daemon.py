@@ -60,7 +60,7 @@ def _cache() -> dict[str, str]:
 
 
 class PrivateServer:
-    """A process of gpulease that listens at a socket in a folder of its own.
+    """A process of gpulease that listens on a socket in its own folder.
 
     Attributes:
         address: The address at which the process listens.
@@ -173,7 +173,7 @@ def private_daemon(
         warm_contexts: Number of contexts that the daemon keeps ready.
         settings: Further settings, as TOML.
     """
-    # Private daemons take their options on the command line; only what has no option goes into a file.
+    # Private daemons get their options on the command line. Only settings without an option go into a file.
     options = ["--driver", driver]
     for address in also_at:
         options += ["--listen", address]

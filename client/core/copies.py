@@ -122,7 +122,7 @@ class Copies(CopyCommands):
     def _write(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
         attachment = self._attachment
         # Choose the way by size and place: in place in the arena, staged, one quiet frame, or chunks.
-        place = self._place_of(data) if len(data) > attachment.quiet_bytes else None
+        place = self._arena_offset_of(data) if len(data) > attachment.quiet_bytes else None
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(data))
             yield from self._arena_write.do(copy, spin_ns(len(data)))
@@ -221,7 +221,7 @@ class Copies(CopyCommands):
 
     def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
         # Choose the way as for a write: in place in the arena, staged, or in chunks through the socket or ring.
-        place = self._place_of(target)
+        place = self._arena_offset_of(target)
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))
             yield from self._arena_read.do(copy, spin_ns(len(target)))
@@ -287,7 +287,7 @@ class Copies(CopyCommands):
             return NotSent()
         return request.ask(copy, spin_ns(size))
 
-    def _place_of(self, view: memoryview) -> int | None:
+    def _arena_offset_of(self, view: memoryview) -> int | None:
         """Offset of a view's bytes in the arena; None if they are elsewhere."""
         arena = self._attachment.arena
         return None if arena is None else arena.offset_of(view)

@@ -50,7 +50,7 @@ class GraphHandle(Handle):
     It holds the buffers, modules and arrays with which it was recorded, so that they exist as long as the graph.
     """
 
-    __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_unusable_reason")
+    __slots__ = ("_args", "_contents", "_graphs", "_head", "_head_in", "_middle", "_unusable_reason")
 
     _free_op = Opcode.GRAPH_DESTROY
 
@@ -59,21 +59,21 @@ class GraphHandle(Handle):
         self.owner = None
         self.handle = 0
         self._graphs: Graphs
-        self._record: GraphContents | None = None
+        self._contents: GraphContents | None = None
         self._args = b""
         self._unusable_reason = "is being recorded"
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of the parameters that `launch` accepts."""
-        return () if self._record is None else tuple(self._record.parameters)
+        return () if self._contents is None else tuple(self._contents.parameters)
 
-    def made(self, graphs: "Graphs", handle: int, record: GraphContents) -> Self:
+    def made(self, graphs: "Graphs", handle: int, contents: GraphContents) -> Self:
         """Store the worker's handle of the graph, and prepare the launch frame. The graph has no owner yet."""
         # A launch without values sends the recorded ones, in the parameters' order.
         self._graphs = graphs
-        self.handle, self._record = handle, record
-        self._args = b"".join(parameter.value for parameter in record.parameters.values())
+        self.handle, self._contents = handle, contents
+        self._args = b"".join(parameter.value for parameter in contents.parameters.values())
         session_id = graphs.attachment.session_id
 
         def quiet_frame(op: Opcode, payload: bytes) -> bytes:
@@ -109,33 +109,33 @@ class GraphHandle(Handle):
 
         Raises InvalidHandle, InvalidRequest or RegionFailed, and nothing is sent.
         """
-        record = self._record
-        assert record is not None
+        contents = self._contents
+        assert contents is not None
         # Step 1: check that each buffer and module still exists in this session. `check` is called only for a mismatch,
         # because a call takes longer than the comparison.
-        for handle in record.handles:
+        for handle in contents.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
         # Step 2: encode the parameters' values; without values, use the recorded bytes.
-        args = self._bound(attachment, record, values) if values else self._args
+        args = self._bound(attachment, contents, values) if values else self._args
         # Step 3: build the frame, with the regions at its end if there are any.
         head, trailer, are_active = self._head, b"", True
         if regions is not None:
             head, trailer = self._head_in, REGIONS.pack(*regions_named(regions, position, attachment, _LAUNCH))
-            are_active = self._graphs.refused.check_set(regions, position, record.kernel, _LAUNCH)
+            are_active = self._graphs.refused.check_set(regions, position, contents.kernel, _LAUNCH)
         number = attachment.connection.next_request_id()
         return number, b"".join((head, number.to_bytes(8, "big"), self._middle, args, trailer)), are_active
 
-    def _bound(self, attachment: Attachment, record: GraphContents, values: Mapping[str, Any]) -> bytes:
-        unknown = values.keys() - record.parameters.keys()
+    def _bound(self, attachment: Attachment, contents: GraphContents, values: Mapping[str, Any]) -> bytes:
+        unknown = values.keys() - contents.parameters.keys()
         if unknown:
-            names = ", ".join(record.parameters) or "none"
+            names = ", ".join(contents.parameters) or "none"
             raise InvalidRequest(
                 f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {names}"
             )
         parts = []
         # On the wire the values are in the order of the parameters, each with its recorded size.
-        for name, parameter in record.parameters.items():
+        for name, parameter in contents.parameters.items():
             if name not in values:
                 parts.append(parameter.value)
                 continue
@@ -151,8 +151,8 @@ class GraphHandle(Handle):
 
     def lend_arrays(self) -> None:
         """Lend its arrays for as long as queued copies may use them, so that their memory is not reused."""
-        if self.owner is not None and self._record is not None and self._record.arrays:
-            self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
+        if self.owner is not None and self._contents is not None and self._contents.arrays:
+            self._graphs.attachment.lent.lend_to_graph(self._contents.arrays)
 
     def __del__(self) -> None:
         # The constructor may not have finished, as in `Handle.__del__`.
@@ -182,17 +182,17 @@ class Graphs:
         self._operations = operations
         self._streams = streams
 
-    def make(self, graph: GraphHandle, record: GraphContents) -> Procedure[None]:
+    def make(self, graph: GraphHandle, contents: GraphContents) -> Procedure[None]:
         """Send a recording to the worker, which checks and keeps it. Raises InvalidRequest if it is too large."""
-        payload = build_body(record.body)
-        # Both the protocol and this daemon limit it; refuse it before it is sent.
+        payload = build_body(contents.body)
+        # Both the protocol and this daemon limit the size; refuse a larger graph before it is sent.
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
             raise InvalidRequest(
                 f"record: the graph must have at most {most} bytes, not {len(payload)}", "Split it into several graphs"
             )
         making = self._operations.make(
-            Opcode.GRAPH_CREATE, payload, Opcode.GRAPH_DESTROY, lambda reply: graph.made(self, reply.handle, record)
+            Opcode.GRAPH_CREATE, payload, Opcode.GRAPH_DESTROY, lambda reply: graph.made(self, reply.handle, contents)
         )
         yield from self._operations.do("record", making)
 

@@ -604,7 +604,7 @@ class LeaseHandle:
             For each record None if it is in the log, else the error.
         """
         operation = operation_of(Opcode.LEASE_NOTE)
-        # They go in one send, so the daemon must be able to take all of them at once.
+        # All records are sent together, so the daemon must be able to accept all of them at once.
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: at most {MAX_NOTES} at once, not {len(several)}")
         if self.end_failure is not None:
@@ -1019,7 +1019,7 @@ def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedur
     if lease.end_failure is OWNED_BY_PARENT:
         raise error_of(OWNED_BY_PARENT, "reacquire")
     if lease.remaining_s > 0:
-        # Its deadline has not passed, but the daemon may have ended it early, or may have forgotten it.
+        # The lease's deadline has not passed, but the daemon may have ended the lease early, or may have forgotten it.
         report: LeaseReport | None = None
         with suppress(NotFound):
             report = yield from lease.query()

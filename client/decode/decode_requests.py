@@ -336,7 +336,7 @@ class SchedulerEvent:
         Attributes:
             request: The request.
             token: The token, also if it ends the sequence.
-            position: Its place in the sequence, counted from the prompt's first token as 0.
+            position: Its index in the sequence; the prompt's first token has index 0.
             row: The row of the completed step that yielded it.
         """
 
@@ -389,7 +389,7 @@ class StepTokens:
     Attributes:
         requests: The request of each token.
         tokens: The tokens.
-        positions: Their places in their sequences.
+        positions: Their indexes in their sequences.
         rows: The rows of the step that yielded them.
     """
 

@@ -50,13 +50,13 @@ class TokenFilter:
         if not self.is_stepwise:
             return
         self._recent = (*self._recent, token)[-self._lengths[-1] :]
-        # If fewer tokens than a length were emitted, this looks up all of them, which does no harm.
+        # If fewer than `length` tokens were emitted, the slice is shorter. Looking up a shorter beginning does no harm.
         lasts = {last for length in self._lengths for last in self._lasts.get(self._recent[-length:], ())}
         # After most tokens no sequence is about to be completed, and the mask is the usual one.
         self.mask = self._without(lasts) if lasts else self._usual
 
     def _without(self, tokens: set[int]) -> NDArray[np.uint32]:
-        mask, places = self._usual.copy(), np.fromiter(tokens, np.uint32, len(tokens))
+        mask, numbers = self._usual.copy(), np.fromiter(tokens, np.uint32, len(tokens))
         # Several tokens may have their bits in the same word.
-        np.bitwise_and.at(mask, places // 32, ~(np.uint32(1) << places % 32))
+        np.bitwise_and.at(mask, numbers // 32, ~(np.uint32(1) << numbers % 32))
         return mask

@@ -33,8 +33,9 @@ from gpulease.protocol.http_origin import (
 )
 
 MAX_CONNECTIONS: Final = 512
-"""Maximum number of connections at the same time; requests over further ones get 503. Without a limit, a peer could use
-up all descriptors of the process."""
+"""Maximum number of simultaneous connections. Requests over additional connections get 503. Without a limit, a peer
+could use up all descriptors of the process.
+"""
 
 FULL: Final = Problem(
     503, "too_many_connections", "The server has too many connections. Send the request again.", retry_after_s=1.0

@@ -186,7 +186,7 @@ class _KernelText:
         self.inside: list[str] = []
 
     def push(self, declared: str, raw: bytes) -> None:
-        # Each declaration and its argument must be at the same place in the two lists.
+        # Each declaration and its argument must have the same index in the two lists.
         self.signature.append(declared)
         self.args.push_raw(raw)
 
@@ -201,7 +201,7 @@ class _KernelText:
     ) -> None:
         self._push_pointer(number, array)
         self.push_steps(number, strides)
-        # The element's place follows from its index and the strides; inputs are copied, outputs are references.
+        # The element's address follows from its index and the strides; inputs are copied, outputs are references.
         place = f"*({element} *)_at(_p{number}, i, _ind, _s{number})"
         self.inside.append(f"{element} {'' if is_input else '&'}{name} = {place};")
 
@@ -231,7 +231,8 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
     for length, *strides in reversed(list(zip(shape, *(layout.strides for layout in layouts), strict=True))):
         if length == 1:
             continue
-        # It continues that loop if one step of it has as many bytes as the whole inner loop, in every layout.
+        # Merge this dimension into the inner loop if, in every layout, one step of the dimension has as many bytes as
+        # that whole loop.
         if loops and all(outer == loops[-1][0] * inner for outer, inner in zip(strides, loops[-1][1], strict=True)):
             loops[-1] = loops[-1][0] * length, loops[-1][1]
         else:

@@ -231,7 +231,7 @@ class NumbaKernel:
 
         try:
             with _device_functions_for(self._arch):
-                # This is numba's `compile_ptx`, which does not return what has to be linked.
+                # This repeats numba's `compile_ptx`, which does not return the list of code to link.
                 library, _ = compiler._compile_pyfunc_with_fixup(
                     self.function, kinds, device=False, abi="numba", cc=self._arch, **self._options
                 )

@@ -201,5 +201,5 @@ def _wait_for_threads(is_unsettled: Callable[[], bool]) -> None:
 
 
 atexit.register(_wait_for_threads, lambda: bool(due))
-# A child process has no such threads; those of its parent go on.
+# A child process has no such threads; its parent's threads continue.
 os.register_at_fork(after_in_child=due.clear)

@@ -270,11 +270,11 @@ class GpuSession(SessionView):
             nbytes: Number of bytes.
             into: A writable, C-contiguous object that receives the bytes: an array of any dtype, a bytearray, a
                 memoryview.
-            stream: The stream to copy in; the default stream if None. An array of `empty` has the bytes once the stream
-                was waited for (`Stream`).
+            stream: The stream to copy in; the default stream if None. An array from `empty` contains the bytes only
+                after a wait for the stream (`Stream`).
 
         Returns:
-            `into`, or new bytes if that is None.
+            `into`, or new bytes if `into` is None.
 
         Raises:
             InvalidHandle: The bytes are not all inside the buffer, or the buffer is freed or another session's.
@@ -313,7 +313,7 @@ class GpuSession(SessionView):
         """Wrap a Triton or numba function; each call compiles it for the arguments' types, if needed, and launches it.
 
         Call a Triton function as `kernel[grid](...)` and a numba function as `kernel[blocks, threads](...)`. Triton
-        keeps compiled kernels on disk, too.
+        also caches compiled kernels on disk.
 
         Args:
             function: What `@triton.jit` or `@numba.cuda.jit` made, or a plain function for numba.

@@ -141,7 +141,7 @@ class CoalescingSocket(Channel):
         except OSError:
             pass  # no room, or the peer is gone: the next operation that waits for a reply reports it
         finally:
-            # If a part of it is left, the flusher sends that.
+            # If a part of the outbox is left, the flusher sends it.
             if self._outbox is outbox:
                 _flusher.notice(self)
 
@@ -397,7 +397,7 @@ class _Flusher:
             # now.
             if self._thread != threading.get_ident():
                 return False
-            # No session is left, or the thread has been idle for long: exit; notice() starts another one.
+            # If no session is left, or the thread has been idle for long, exit. notice() starts another thread.
             if not self._pending and (is_idle or not _channels):
                 self._thread = 0
             return self._thread != 0

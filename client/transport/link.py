@@ -144,7 +144,7 @@ class Link:
 
     @property
     def has_leftovers(self) -> bool:
-        """True if an interrupted caller left a reply here, or if one is still to come."""
+        """True if a reply to an interrupted caller is here, or is still to come."""
         return bool(self._awaited or self._creates or self._results)
 
     @property
@@ -240,7 +240,7 @@ class Link:
                 del self._results[request_id]
 
     def forget_unsent(self) -> None:
-        """Forget requests without a reply. All requests that were sent have theirs, so these were never sent."""
+        """Forget requests without a reply. All requests that were sent have got replies, so these were never sent."""
         self._creates.clear()
         self.connection.forget_unsent()
 
@@ -357,7 +357,7 @@ class Link:
             reader.start = reader.end
             self._target_id, self._target_rest = request_id, target[here_bytes:]
             return True
-        # All data is here, and its place in the buffer is free: write the header of a reply without data there.
+        # All data has arrived, and its space in the buffer is free: write the header of a reply without data there.
         reader.start = data_at + here_bytes - _PREFIX_BYTES
         reader.buffer[reader.start : data_at + here_bytes] = data_prefix(0, request_id=request_id, session_id=0)
         return False

@@ -199,7 +199,7 @@ class RingChannel(Channel):
 
     def pump(self) -> bool:
         """Receive what has arrived in the ring; False if nothing has."""
-        # The sleep is over: no bells are needed until the next sleep, so take those that have come.
+        # The sleep is over, and no bells are needed until the next one: take the bells that have arrived.
         if self._is_dozing:
             self._is_dozing = False
             self._replies.rise()

@@ -272,7 +272,7 @@ class TlsStream:
         return True
 
     def _flush_alert(self) -> None:
-        """Send the alert that says what is wrong, if there is room for it."""
+        """Send the alert about the error, if the socket has room for it."""
         try:
             # The handshake failed anyway; an alert that can't be sent changes nothing.
             self._flush()

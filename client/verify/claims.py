@@ -76,7 +76,7 @@ def check(name: str, prove: Callable[[], str]) -> ClaimResult:
 def canary(scene: Scene, size_bytes: int) -> str:
     """Fill a lease's slice and free the lease; then count the words that the next lease of that size can read."""
     words = size_bytes // WORD_BYTES
-    # Do it twice: the second lease gets the memory that the first one filled.
+    # Do this twice: the second lease gets the memory that the first lease filled.
     for _ in range(2):
         with scene.builder(size_bytes).acquire() as lease, GpuSession(lease) as session:
             module = session.module_load(rule_breakers())
@@ -202,14 +202,14 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
 
     def repeat(number: int) -> None:
         try:
-            # Do at least one round each, however slow the host is.
+            # Do at least one round in each session, however slow the host is.
             while not done[number] or time.monotonic() < deadline_s:
                 rounds[number]()
                 done[number] += 1
         except (Breach, GpuLeaseError) as error:
             mismatches.append(f"tenant {number + 1}: {error}")
 
-    # Daemon threads: one that hangs must not keep the command from ending.
+    # Use daemon threads, because a thread that hangs must not keep the command from ending.
     threads = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(rounds))]
     for thread in threads:
         thread.start()

@@ -23,7 +23,7 @@ def rule_breakers() -> bytes:
 
 
 def memory_hungry_kernels() -> bytes:
-    """PTX of kernels for which a card's driver allocates memory of its own."""
+    """PTX of kernels for which a card's driver allocates additional memory."""
     return files(__package__).joinpath("hungry.ptx").read_bytes()
 
 

@@ -52,7 +52,7 @@ class Window:
 
 
 class Neighbour:
-    """A neighbour's process, as its parent sees it."""
+    """The parent's view of a neighbour's process."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process

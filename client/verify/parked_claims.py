@@ -31,7 +31,7 @@ PARKS: Final = 10
 """Number of times that a session is parked and returns next to a neighbour at work."""
 
 PIECE_BYTES: Final = 4 * MIB
-"""Size of the blocks with which a neighbour leaves holes on the card. Each has pages of its own."""
+"""Size of the blocks with which a neighbour leaves holes on the card. Each block has separate pages."""
 
 CARD_VRAM: Final = "8GiB"
 HOST_VRAM: Final = "128MiB"
@@ -56,7 +56,7 @@ def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
 
 
 def _slice_bytes(scene: Scene) -> int:
-    """Five eighths of the card. Two slices do not fit, so that a second lease gets pages of the parked one."""
+    """Five eighths of the card. Two slices do not fit, so a second lease gets pages of the parked lease."""
     return scene.vram_bytes // 8 * 5 // (2 * MIB) * (2 * MIB)
 
 

@@ -80,7 +80,7 @@ def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSess
 
 
 def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: RegionSet) -> None:
-    # Pass its address and not the region, so that a stale pointer can be used, too.
+    # Pass the region's address instead of the region, so that a stale pointer can be used, too.
     fill(session, module, region.address, region.size_bytes // WORD_BYTES, value, regions)
 
 
@@ -97,7 +97,8 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         mismatches: list[str] = []
 
         def work() -> None:
-            # Each round writes another value and counts the words that are not 0: all of them, unless one was lost.
+            # Each round writes another value to all words and counts the words that are not 0. If that is fewer, a word
+            # was lost.
             words = kept_region.size_bytes // WORD_BYTES
             while not is_stopped.is_set():
                 started = time.perf_counter()
@@ -225,7 +226,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
         lease.region(size_bytes, ttl_secs=TTL_S) as ended_region,
     ):
         both, only_kept = session.region_set([kept_region, ended_region]), session.region_set([kept_region])
-        # One graph for each region; only the first one's region is revoked.
+        # Make one graph for each region; only the first graph's region is revoked.
         graphs = []
         for region in (ended_region, kept_region):
             args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
@@ -309,7 +310,7 @@ def expiring_at_once(scene: Scene) -> str:
 
 def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
     """Open as many regions as a session can have, all with the same end; returns them and that time."""
-    # A slow host needs more time to open them all: try again with a later end.
+    # A slow host needs more time to open all regions: try again with a later end.
     for opening_s in OPENING_S:
         regions: list[Region] = []
         ends_s = time.monotonic() + opening_s

@@ -201,7 +201,7 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
         )
     figures: dict[str, float] = {}
     async with _runtime(leases, kinds) as (runtime, workers):
-        # Each load starts from the leases that the one before it left.
+        # Each load starts with the leases that the previous load left.
         load = LeaseLoad(runtime, leases)
         grants = (load.acquire(LONG_MS) for _ in range(leases))
         figures |= await _rate("grants", load, grants, None)

@@ -5,5 +5,5 @@ from collections.abc import Sequence
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile, as the client's figures (`client/bench/figures.py`) have it."""
+    """Return the nearest-rank percentile, as `client/bench/figures.py` does."""
     return sorted(samples)[max(1, math.ceil(len(samples) * percent / 100)) - 1]

@@ -225,7 +225,7 @@ def _session(page: BrokerPage, context: StampedContext, module: DriverModule) ->
     """Yield a session on a page, and the frame of a quiet launch in it."""
     view = WorkerPage(page.fds)
     ledger = Ledger(SLICE_BYTES)
-    # A session as a worker has it: a ledger with one allocation and one module.
+    # Make a session like a worker's, with a ledger that has one allocation and one module.
     address = context.context.mem_alloc(BYTES)
     ledger.add_allocation(address, BYTES)
     number = ledger.add_module(module, 1)

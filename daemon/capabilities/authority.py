@@ -27,7 +27,8 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_NONCES_PER_LEASE: Final = 256
 """Maximum number of used tokens of one lease that are remembered at a time. Bounds memory against a tenant that mints
-and attaches in a loop. The count is per lease, so such a tenant locks out itself alone."""
+and attaches in a loop. The count is per lease, so such a tenant locks out only itself.
+"""
 
 MAX_STALE: Final = 64
 """Maximum number of entries of returned nonces in the heap, in addition to the number of used nonces. Bounds memory
@@ -279,7 +280,7 @@ class CapabilityAuthority:
             )
 
     def _lease(self, lease_id: int) -> LeaseFacts:
-        # A token about the node has no lease that could end before it.
+        # A token for the node does not depend on a lease, which could end before the token.
         if lease_id == NODE_LEASE:
             return LeaseFacts("", 0, self._clock_ns() + MAX_TOKEN_TTL_S * NS_PER_S)
         lease = self._find_lease(lease_id)

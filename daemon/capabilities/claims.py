@@ -1,4 +1,4 @@
-"""A token's claims, the request for one, the grant of one, and the reasons to refuse one."""
+"""The claims of a token, the request for a token, its grant, and the reasons to refuse it."""
 
 import hashlib
 from dataclasses import replace

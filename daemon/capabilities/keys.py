@@ -184,7 +184,7 @@ def save(path: Path, ring: KeyRing, now_ns: int) -> None:
 def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
     foreign = "its lines are not those of a key file"
     try:
-        # Two fixed lines, then one for each key; anything else was not written here.
+        # The file has two fixed lines, then one for each key. Any other content was not written by this class.
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
         lines = [line.split() for line in data.decode("ascii").splitlines()]

@@ -1,1 +1,1 @@
-"""The settings: read from the command line and a file, checked once; a wrong one is refused with a sentence."""
+"""The settings, which are read from the command line and a file and checked once. An error names the wrong setting."""

@@ -704,7 +704,7 @@ def check_bounds(rules: TenantRules, limits: CoreLimits) -> None:
 
 
 def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
-    """Check that a node with tenants who have a quota in the fleet is in one. Raises ValueError."""
+    """Check that a node is in a fleet if any of its tenants has a quota in the fleet. Raises ValueError."""
     for name, bounds in _named_bounds(rules):
         if bounds.fleet_quota and fleet is None:
             raise ValueError(
@@ -745,12 +745,13 @@ def changed_hands(
 
     Args:
         of_uid: `[tenant_of_uid]` before and after.
-        of_certificate: `[tenant_of_certificate]` before and after. Without that table certificates name their tenants
-            themselves, so any name could be one's; when it comes or goes, all names count as changed.
+        of_certificate: `[tenant_of_certificate]` before and after. Without that table, certificates name their tenants
+            themselves, so anyone may have any name. If the table is added or removed, all names count as changed.
     """
     tables = (*of_uid, *of_certificate)
     if bool(of_certificate[0]) != bool(of_certificate[1]):
         return frozenset(name for table in tables for name in table.values())
-    # Pairs that are in only one of the two tables: a name that was given, taken away, or given to another person.
+    # Take the pairs that are in only one of the two tables: names that were assigned, withdrawn, or assigned to another
+    # person.
     moved = (of_uid[0].items() ^ of_uid[1].items()) | (of_certificate[0].items() ^ of_certificate[1].items())
     return frozenset(name for _, name in moved)

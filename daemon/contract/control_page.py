@@ -516,7 +516,7 @@ class BrokerPage:
 
         Args:
             mark: The token's mark, see `guests.mark_of`.
-            until_ms: When the token expires and its place becomes free, in monotonic milliseconds.
+            until_ms: When the token expires and its entry becomes free, in monotonic milliseconds.
             now_ms: The current time, in monotonic milliseconds.
 
         Returns:
@@ -704,7 +704,7 @@ class WorkerPage:
 
     def hide_connection(self, held_at: int) -> None:
         """Stop showing a connection that has ended. `held_at`: what `show_connection` returned."""
-        # A number of 0 is enough to mark the place as free.
+        # A number of 0 is enough to mark the entry as free.
         self.counters[held_at - 2] = 0
 
     def is_held_by(self, guest: "Lapsing") -> bool:

@@ -53,7 +53,7 @@ class BrokerRegionsPage:
         """Write a region's state and deadline, then raise the epoch.
 
         Args:
-            slot: The region's place.
+            slot: The region's slot in the page.
             number: Its number, from 1 to MAX_NUMBER, so that no word of a region is 0.
             word: Its state.
             deadline_ns: When launches are refused even if the word does not change, on the monotonic clock.

@@ -47,7 +47,7 @@ class CapturedOutput:
         _LIBC.clearerr(stream)
         size_bytes = os.lseek(_STDOUT, 0, os.SEEK_CUR)
         data = os.pread(_STDOUT, size_bytes, 0)
-        # Overwrite it, because the next lease's output starts at the same place.
+        # Overwrite the output, because the next lease's output starts at the same offset.
         os.pwrite(_STDOUT, bytes(size_bytes), 0)
         os.lseek(_STDOUT, 0, os.SEEK_SET)
         return data, is_lost

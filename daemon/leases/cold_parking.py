@@ -141,7 +141,7 @@ class ColdParking:
         is_back = state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, effects)
         self.refuse_move(lease, denial, now_ns, effects)
         if is_back:
-            # Its former worker takes the session back: it needs less room there than with a second worker.
+            # The former worker takes the session back, which needs less room than a second worker.
             return
         if self._end_if_lent(lease, state, reason, now_ns, effects):
             return
@@ -405,7 +405,7 @@ class ColdParking:
 
     def _end_misfit(self, lease: Lease, reason: str, now_ns: int, effects: list[Effect]) -> None:
         if (state := lease.park) is not None and state.held_id:
-            # Its former worker still has the session unchanged.
+            # The former worker still has the session unchanged.
             if state.depth is ParkDepth.ADOPTING:
                 self._drop_worker(lease, state, now_ns, effects)
             else:
@@ -414,7 +414,7 @@ class ColdParking:
                 effects.append(ParkFailed(lease.snapshot(), None, reason))
                 self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, effects)
                 return
-            # The former worker has ended, which alone had the bytes of a direct move.
+            # The former worker has ended, and only it had the bytes of a direct move.
             if self._end_if_lent(lease, state, reason, now_ns, effects):
                 return
         effects.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))

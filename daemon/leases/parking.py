@@ -801,7 +801,7 @@ class Parking(ParkingViews):
         if (waiter := self._store.queue.get(-lease.lease_id)) is not None:
             self._store.queue.leave(waiter)
             self._store.has_freed_room = True
-        # It no longer waits for warm contexts to leave. Its charge is released by its teardown.
+        # The lease no longer waits for warm contexts to leave. Its teardown releases its charge.
         self._store.account_by_uuid[lease.card_uuid].awaiting.pop(lease.lease_id, None)
         state.is_awaited, state.due_ns = False, None
         self.cold.end_with_lease(lease, state, now_ns, effects)

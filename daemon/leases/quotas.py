@@ -583,11 +583,11 @@ def region_phase_of(region: TableRegion, lease: Lease, drain: Drain | None, now_
 
 def _phase_until(deadline_ns: int, ttl_ms: int, drain: Drain | None, now_ns: int, generation: int) -> LeasePhase:
     """Return the phase of a lease or region that lasts until its deadline, or the drain's."""
-    # During a drain the lease is in its warning anyway, because no renewal helps.
+    # During a drain the phase is always WARNING, because no renewal can prevent the end.
     if drain is not None:
         reason = CARD_DRAINS if drain.is_of_card else DRAINS
         return LeasePhase(Phase.WARNING, drain.due_ns, None, "", reason, generation)
-    # Use a tenth of the time, so that short leases are not in their warning all the time.
+    # Warn for a tenth of the lease's time at most, so that a short lease is not in the phase WARNING all the time.
     warning_ns = min(ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = deadline_ns - warning_ns
     if now_ns >= due_ns:

@@ -230,7 +230,7 @@ class Regions(RegionViews):
     def on_revoke(self, region: TableRegion, event: events.RevokeRequested, now_ns: int, effects: list[Effect]) -> None:
         """End a region at the request of an operator or of its lease's tenant."""
         self._expire_if_due(region, now_ns, effects)
-        # Its end has been reported already; only its fence remains.
+        # The region's end has been reported already; only its fence remains.
         if region.is_given_up:
             effects.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
@@ -292,7 +292,7 @@ class Regions(RegionViews):
             )
         region.move(Trigger.REGION_TAKEN, now_ns)
         if region.address and not _was_shown_free(lease):
-            # It was open once, so the worker's answer alone proves nothing.
+            # The region was open, so the worker's answer alone does not prove that its memory is free.
             self._prove(lease, region, now_ns, effects)
         else:
             self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, effects)
@@ -313,7 +313,7 @@ class Regions(RegionViews):
             self._end(region, Cause.SPAWN_FAILED, f"it was not open within {waited_s} s", now_ns, effects, denial)
         elif event.kind is TimerKind.EXPIRY:
             self._expire_if_due(region, now_ns, effects)
-        # Its memory was removed, but the card never showed it free.
+        # The region's memory was removed, but the card never showed it as free.
         elif region.state is RegionState.FENCED:
             self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, effects)
         # The worker has not removed the memory in time, so end the whole session.
@@ -517,7 +517,7 @@ class Regions(RegionViews):
         is_known = self._store.get(row.region_id) is not None
         if is_known and (lease is None or row.state is not RegionState.RETURNED):
             return
-        # Its lease is over, so only the record of its end is needed.
+        # The region's lease is over, so only the record of its end is needed.
         if lease is None:
             self._record_ended(row, now_ns, effects)
             return

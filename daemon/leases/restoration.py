@@ -72,7 +72,7 @@ class Restoration:
         )
         if lease.lease_id in self._store.live:
             return
-        # Its card is gone, so there is nothing to hold or to prove.
+        # The lease's card is gone, so there is nothing to hold or to prove.
         if lease.card_uuid not in self._store.account_by_uuid:
             self._end_without_card(lease, event, now_ns, effects)
             return

@@ -214,7 +214,7 @@ class LeaseStore:
             return denials.lease_pending(lease)
         if lease.state is not LeaseState.ACTIVE:
             return denials.lease_ended(lease)
-        # Its timer may be late, so compare the time itself.
+        # The entry's timer may be late, so compare the time itself.
         if entry.is_expired(now_ns):
             return denials.lease_expired(lease)
         is_isolated = isinstance(entry, Lease) and entry.is_isolated(now_ns)
@@ -353,7 +353,8 @@ class LeaseStore:
 
     def remove_warm(self, context: WarmContext) -> None:
         """Remove a context that a lease took over, or that is proved gone."""
-        # Its bytes leave the pool's sum here. A lease or a submit that took it over has charged them already.
+        # The context's bytes leave the pool's sum here. A lease or a submit that took the context over has charged them
+        # already.
         del self.warm[context.warm_id]
         del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
         if context.left_by:
@@ -646,7 +647,7 @@ class WaitQueue:
 
     def end_holds(self, now_ns: int) -> bool:
         """End the holds that are due at `now_ns`; return whether any were."""
-        # They stay in the queue, and lose only the right to hold others back.
+        # These waiters stay in the queue, and lose only the right to hold others back.
         ended = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
         for request in ended:
             del self.holders[request]

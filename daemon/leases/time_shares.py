@@ -300,7 +300,7 @@ class TimeShares:
         else:
             # The others get their demands, so what this tenant took from them earlier is gradually forgiven.
             self._balance_ns[tenant] = min(0.0, self._balance_ns.get(tenant, 0.0) + round_ns)
-        # Its sessions share that by their own weights, once with the tenant's balance and once without.
+        # The tenant's sessions share its part by their own weights, once with the tenant's balance and once without.
         demand_by_session, weights = {session.session: demands[session.session] for session in own}, _weights(own)
         self._shares |= fill(part_ns, demand_by_session, weights)
         is_limited = tenant in self._parts

@@ -437,7 +437,7 @@ class WarmPool:
             # From now on the bytes count as used, and the time limit of the start runs.
             account.await_bytes(lease, 0)
             if lease.state is LeaseState.ACTIVE:
-                # Its worker is running: the session was parked, and returns.
+                # The lease's worker is running: the session was parked, and returns.
                 self._teardown.parking.start_return(lease, now_ns, effects)
                 continue
             wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s

@@ -107,7 +107,7 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
 def load_object(data: bytes) -> NativeCode:
     """Link object code, after which it can be called. All symbols that it names must be bound (`bind_symbol`)."""
     initialise()
-    # The engine owns the memory of the code; its module is empty, as the code comes as an object file.
+    # The engine owns the memory of the code. Its module is empty, because the code is added as an object file.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(OPTIMISATION_LEVEL))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     # Relocations are resolved here: from now on the code can be called.

@@ -220,7 +220,7 @@ class TlsAcceptor:
         elif fd in self._handshakes:
             self._on_report(self._handshakes[fd])
         elif fd == self._wakeup.fileno():
-            # Drain it, and then reap all that have ended: several signals may share one byte.
+            # Empty the pipe, and then reap all relays that have ended: several signals may share one byte.
             with contextlib.suppress(BlockingIOError):
                 while self._wakeup.recv(4096):
                     pass
@@ -262,7 +262,7 @@ class TlsAcceptor:
                 self._send(Pong())
                 return
             case Listen() | LeftOverRelay() if len(fds) != 1:
-                # This process had no descriptor left for it.
+                # This process had no descriptor left for the message's descriptors.
                 close_all(fds)
                 return
             case Listen():
@@ -310,7 +310,7 @@ class TlsAcceptor:
                 f"{counted(len(self._relays), 'connection is', 'connections are')} open, the maximum of this daemon",
             )
             return
-        # It waits for a relay. If too many wait, the host with the most loses its oldest.
+        # The connection waits for a relay. If too many wait, the host with the most connections loses its oldest.
         self._ready.append(connection)
         if len(self._ready) > MAX_HANDSHAKES:
             victim = oldest_of_largest_source(self._ready) or connection
@@ -385,7 +385,7 @@ class TlsAcceptor:
             self._abort(victim, f"its handshake is not finished, and {len(self._ready)} other connections wait")
 
     def _hand_over(self, connection: PendingConnection) -> None:
-        """Give a connection to a relay that waits for one, or else to a new one."""
+        """Give a connection to a relay that waits for one, or else to a new relay."""
         if self._identity is None:
             self._on_refused(connection, "this node has no usable certificate")
             return
@@ -420,7 +420,7 @@ class TlsAcceptor:
         with contextlib.ExitStack() as undo:
             inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
             report, relays_report = (undo.enter_context(end) for end in channel_pair())
-            # Both ends get the same room, or one direction of a session would be slower.
+            # Give both ends the same room; otherwise one direction of a session would be slower.
             for end in (inner, relays_inner):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, INNER_BUFFER_BYTES)
             # The relay must not pass descriptors to the broker or to this process.

@@ -6,7 +6,8 @@ with a ClientHello. Only then does the acceptor fork a relay for it.
 A record is five bytes (type, version, length) and its content (RFC 8446, 5.1). A client's first record holds its
 ClientHello, handshake message type 1 (section 4), or the beginning of it.
 
-Eviction: the oldest connection of the source with the most connections goes. So a host evicts only its own.
+Eviction closes the oldest connection of the source with the most connections. So a host that floods evicts only its
+own.
 """
 
 import ipaddress
@@ -20,7 +21,7 @@ from typing import Final, Protocol, TypeVar
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_PENDING: Final = 256
-"""Maximum number of connections at a time. A further one evicts one."""
+"""Maximum number of pending connections. One more evicts one of them."""
 
 HELLO_TIMEOUT_S: Final = 5.0
 """Longest time, in seconds, from the connection to the end of its first record."""
@@ -40,7 +41,7 @@ NOT_TLS_ALERT: Final = bytes((21, 3, 3, 0, 2, 2, 10))
 """A fatal alert, unexpected_message (RFC 8446, 6.2), for a peer that does not speak TLS."""
 
 SITE_PREFIX_BITS: Final = 64
-"""The prefix of an IPv6 address behind which one site has all addresses (RFC 4291, 2.5.4)."""
+"""Length of the IPv6 prefix that one site has for itself (RFC 4291, 2.5.4)."""
 
 _HANDSHAKE: Final = 22
 _MAJOR_VERSION: Final = 3
@@ -129,7 +130,7 @@ class PendingConnections:
             # The kernel wakes the acceptor again once the whole record is there.
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
         else:
-            # It was woken with fewer bytes than it waits for: no more will come.
+            # This process was woken although fewer bytes have come than it waits for, so no more will come.
             self._refuse(connection, "it closed the connection in the middle of its first message")
 
     def expire(self) -> None:

@@ -44,8 +44,9 @@ STOPPED_S: Final = 0.5
 container), or its host is overloaded. The time of the step then does not count against the peer."""
 
 MAX_STOPS: Final = 3
-"""Maximum number of such steps of one handshake that do not count. Stops a peer from holding a relay of an overloaded
-host."""
+"""Maximum number of steps of one handshake that do not count because this process was stopped. Keeps a peer from
+occupying a relay of an overloaded host.
+"""
 
 WAIT_S: Final = 1.0
 """Longest single wait for the peer, in seconds, so that a stop during it is noticed."""
@@ -394,7 +395,7 @@ class Pump:
     def _decrypt(self) -> int:
         count = 0
         try:
-            # One record at a time, while the buffer has room for a whole one.
+            # Take one record at a time, while the buffer has room for a whole record.
             while count + RECORD_BYTES <= BUFFER_BYTES and (self._incoming.pending or self._tls.pending()):
                 # With a buffer, read() returns a count; its type stub says otherwise.
                 got = cast(int, self._tls.read(RECORD_BYTES, self._plain[count:]))

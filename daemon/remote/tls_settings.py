@@ -113,7 +113,7 @@ Bounded = TypeVar("Bounded", bound=_Connections)
 
 
 def fitting_connections(settings: Bounded) -> Bounded:
-    """Return settings in which one tenant's bound is at most that of all, for operators who set only the latter."""
+    """Return settings in which the bound for one tenant does not exceed that for all, if only the latter was set."""
     fitting = min(settings.max_connections, settings.max_connections_per_tenant)
     return replace(settings, max_connections_per_tenant=fitting)  # type: ignore[type-var]  # a dataclass
 

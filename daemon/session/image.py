@@ -45,7 +45,7 @@ class CantLeave(Exception):
     """The session can't leave its process now.
 
     Attributes:
-        is_lasting: Whether the reason is something that the session has, and not that it is busy.
+        is_lasting: Whether the reason is an object of the session, which stays; False if the session is only busy.
     """
 
     def __init__(self, reason: str, *, is_lasting: bool) -> None:

@@ -76,7 +76,7 @@ def rehearse(context: Context) -> None:
     Raises RehearsalFailed, DriverError.
     """
     broker_page = BrokerPage()
-    # Its deadline never comes.
+    # Use a deadline that is never reached.
     page = WorkerPage(broker_page.fds)
     try:
         broker_page.set_deadline(_FAR_NS, 1)

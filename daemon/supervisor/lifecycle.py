@@ -41,7 +41,7 @@ def settings_that_wait(now: Config, reloaded: Config) -> list[str]:
 
 
 class Reloader:
-    """Reloads the settings, one reload after the other.
+    """Reloads the settings, one reload after another.
 
     Args:
         service: The running daemon.
@@ -150,7 +150,7 @@ class Supervised:
         """Run the daemon until SIGINT or SIGTERM; `load` reads its settings again. Raises as `running_service` does."""
         stop_signal: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
         _stop_at_signals(stop_signal)
-        # A reload that is asked for during the start follows it.
+        # A reload that is requested during the start is done after it.
         reload_wanted = asyncio.Event()
         if load is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_wanted.set)

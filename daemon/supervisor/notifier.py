@@ -68,7 +68,7 @@ class Notifier:
         # Without a service manager every notification counts as sent.
         if self._socket is None:
             return True
-        # In one datagram: the text says what the descriptors are for (FDSTORE=1).
+        # Send text and descriptors in one datagram: the text states the purpose of the descriptors (FDSTORE=1).
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)

@@ -93,7 +93,7 @@ async def _serve(
     await _first_of(begin_task, feeding, serving, link.lost)
     if begin_task.done():
         send_message(channel, Ready().to_map())
-    # From here on one end ends all: the broker starts another process.
+    # From here on, if one of these ends, the process ends, and the broker starts another one.
     await _first_of(feeding, serving, link.lost)
     if link.lost.done():
         raise ChannelClosed("the broker is gone")

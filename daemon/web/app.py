@@ -73,7 +73,9 @@ HISTORY_FRESH_S: Final = 1.0
 """Seconds for which the encoded last hour of the cards is reused; a sample is added every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""Longest life of one stream; the page then opens another. So no stream outlives a reader that has gone for long."""
+"""Longest duration of one stream, after which the page opens another. So the stream of a reader that has disappeared
+ends in time.
+"""
 
 QUIET_S: Final = 3.0
 """Pause after which a stream without news sends a comment, so that the page knows that the stream is alive."""
@@ -198,8 +200,8 @@ class Site:
         """Return the ASGI application behind its `Guard`.
 
         Args:
-            hosts: The names that the site may be asked by.
-            others: Those of them that are a proxy's.
+            hosts: The host names by which clients may address the site.
+            others: Those of `hosts` that belong to a proxy.
         """
         routes = [Route(path, self._file) for path in self._page]
         routes += [
@@ -223,7 +225,7 @@ class Site:
     async def _file(self, request: Request) -> Response:
         file = self._page.get(request.scope["path"])
         if file is None:
-            # Starlette's routes match a path with a line feed after it, too.
+            # Starlette's routes also match a path that is followed by a line feed.
             raise HTTPException(404)
         content, kind = file
         return Response(content, media_type=kind)
@@ -256,7 +258,7 @@ class Site:
             is_named: Whether the request carried the operator's token.
         """
         until_s = time.monotonic() + STREAM_S
-        # The head goes out with the first bytes, so these do not wait for a broker that does not answer.
+        # The head is sent with the first bytes, so send some before the broker answers.
         yield b": gpulease\n\n"
         # QUIET_S without a snapshot yields a comment: a proxy keeps the connection open, and a reader that has gone is
         # noticed.
@@ -280,7 +282,8 @@ class Site:
             if encoded_snapshot is snapshot and now_s - at_s < STATE_FRESH_S:
                 return encoded
         view = view_of(snapshot, self._pseudonyms, now_s, is_named=is_named)
-        # ASCII has no line break but those of server-sent events, so no text can end an event's line.
+        # The only line breaks in ASCII are those of server-sent events, which JSON escapes, so no text can end an
+        # event's line.
         encoded = json.dumps(view, separators=(",", ":")).encode("ascii")
         self._encodings[is_named] = snapshot, now_s, encoded
         return encoded

@@ -246,7 +246,7 @@ class BrokerChannel:
         try:
             self._dispatch(expect_message(TO_WEB, received))
         except MalformedMessage as error:
-            # The broker has another version or a bug, so the caller that waits for this answer will get no other.
+            # The broker has another version or a bug. The caller that waits for this answer will not get another one.
             log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
             answer = self._waiting.get(request_of(received) or 0)
             if answer is not None and not answer.done():

@@ -157,7 +157,7 @@ class ServerLogFilter(logging.Filter):
         self._limit = RateLimit(PAUSE_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # h11 raises for a peer's breach of HTTP; such a line would say nothing about this daemon.
+        # h11 raises an error if a peer violates HTTP. A line about that would say nothing about this daemon.
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, h11.ProtocolError) and self._limit.admit() is not None
 

@@ -15,7 +15,7 @@ MAX_SAMPLES: Final = 360
 a card."""
 
 GAP_SAMPLES: Final = 2.5
-"""Two samples further apart than this many times SAMPLE_S have a gap between them, which the page leaves undrawn."""
+"""If two samples are further apart than this many times SAMPLE_S, the page draws a gap between them."""
 
 
 class LoadSample(NamedTuple):

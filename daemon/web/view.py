@@ -35,7 +35,9 @@ OF_CARD: Final = (
 """The keys of a card's map that the page shows. The protocol shows them to everybody."""
 
 PARKING_OF_CARD: Final = ("parked_bytes", "park_host_bytes", "park_host_limit_bytes")
-"""Further keys: what parked leases have left to others, and the host memory that holds them. 0 without parking."""
+"""Additional keys: the bytes that parked leases have released on the card, and the host memory that they use and may
+use. 0 without parking.
+"""
 
 Report = Mapping[str, Any]
 
@@ -199,7 +201,7 @@ def _slice(
         "ttl_s": lease["ttl_ms"] / MS_PER_S,
         # Only an active lease has time left to count.
         "remaining_s": _left_s(lease["remaining_ms"], age_s) if lease["state"] == "active" else None,
-        # None while somebody is connected to the lease, or if it needs no connection.
+        # None while a client is connected to the lease, or if the lease needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
     # For a parkable lease: where its session is, and since when the session is off its card.

@@ -198,7 +198,7 @@ def _with_session(
     # serve it again.
     if len(left) == 1 and not serving and all(candidate.transfer is not None for candidate in leased):
         return True, left[0]
-    # It is unknown which of them served the session last.
+    # It is unknown which of these workers served the session last.
     return (False if serving or sum(candidate.is_alive for candidate in leased) > 1 else None), best
 
 

@@ -168,7 +168,7 @@ class ChildProcess:
             async with asyncio.timeout(self._timeouts.start_s):
                 # Step 2: the owner sends it what it needs, and waits until it reports that it serves.
                 await self._on_start()
-            # It may have died after that message.
+            # The process may have died after that message.
             if self._channel is None:
                 raise ChannelClosed("it is gone")
         # After any failure end the process: a half-started one would answer pings but not serve.

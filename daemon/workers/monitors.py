@@ -246,7 +246,7 @@ class MemoryMonitor:
             self.poll(submit.submit_id)
         for context in self._table.warming():
             if context.is_recycled:
-                # Its process ran a tenant's kernels, so its own report that it is scrubbed proves nothing.
+                # The context's process ran a tenant's kernels, so its own report that it is scrubbed proves nothing.
                 self.poll(context.warm_id)
 
     def _done(self, lease_id: int) -> None:

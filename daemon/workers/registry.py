@@ -219,7 +219,7 @@ class Workers:
         worker = Worker.adopt(spec, found_worker.pid, found_worker.fds, zygote, serial)
         self._workers[lease_id] = self._by_serial[zygote, serial] = worker
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
-        # Its zygote died during the hand-over, so only the pidfd reports the worker's end.
+        # The worker's zygote died during the hand-over, so only the pidfd reports the worker's end.
         if not zygote.is_running:
             self._watch_orphan(worker)
 

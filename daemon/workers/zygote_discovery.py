@@ -310,7 +310,7 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
         log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        # Its workers die with it (PR_SET_PDEATHSIG), so their bytes become free.
+        # The zygote's workers die with it (PR_SET_PDEATHSIG), so their bytes become free.
         if not has_ended(pidfd, END_TIMEOUT_S):
             raise CannotAdopt(f"zygote {pid} hangs, and can't be killed", hint="Restart the host.")
     finally:

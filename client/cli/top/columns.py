@@ -70,7 +70,7 @@ def _percent(line: LeaseLine) -> str:
 
 
 def _tenant_text(line: LeaseLine) -> str:
-    # Mark regions here and not before the id, whose column has no spare cell.
+    # Mark regions in this column and not before the id, because the id's column has no spare cell.
     return (REGION_MARK if line.parent else "") + (line.tenant or MISSING)
 
 

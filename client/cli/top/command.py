@@ -63,7 +63,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
             from gpulease.client.cli.top.screen import watch
         except ImportError as error:
             raise Unsupported(f"this Python has no curses: {error}", "Use --once or --json") from None
-        # Report a daemon that does not answer at the start as an error. The view waits for one that is lost later.
+        # If the daemon does not answer at the start, report an error. If it is lost later, the view waits for it.
         first = Sampler(address)
         first.take()
         first.close()

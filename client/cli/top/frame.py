@@ -60,8 +60,8 @@ def frame(view: View, samples: ScreenSamples, address: str, now_s: float, width:
 
 
 def plain(view: View, samples: ScreenSamples, address: str, width: int) -> str:
-    """The complete frame as text for a pipe: all cards and all leases, also those for which a screen has no room."""
-    # Make it as high as its content needs, because a pipe has no height.
+    """The complete frame as text for a pipe, with all cards and all leases, however many there are."""
+    # Make the frame as high as its content, because a pipe has no height.
     sample = samples.sample
     height = 5 + (0 if sample is None else len(sample.cards) + len(sample.leases))
     lines = _overview(view, samples, address, sample.at_s if sample else 0.0, width, height)
@@ -145,7 +145,7 @@ def _card(card: Report) -> Line:
 
 
 def _host(sample: Sample) -> list[Line]:
-    """A line about the host's memory for parked sessions, of which a node has one; none if no session can be parked."""
+    """One line about the node's host memory for parked sessions; no line if no session can be parked."""
     card = sample.cards[0] if sample.cards else {}
     host_bytes, limit_bytes = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
     if host_bytes is None or not limit_bytes:

@@ -56,7 +56,7 @@ TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's place.
+    """A tensor in the file.
 
     Attributes:
         shape: Rows, then columns; the file has them in reverse order.

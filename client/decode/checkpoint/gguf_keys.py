@@ -170,7 +170,7 @@ _WITH_WINDOWS: Final[KeyTable] = {
         "rope.scaling.factor",
         "rope.scale_linear",
     ),
-    # Its graph has one activation.
+    # llama.cpp's graph for this model has a fixed activation.
     **no_effect("hidden_activation"),
 }
 """Keys of Gemma 3."""

@@ -157,7 +157,7 @@ def _yarn(scaling: Members, original: int, theta: float) -> YarnScaling:
         raise ModelRejected(f"{scaling.where}: beta_slow must be above 0, and at most beta_fast, not {slow} and {fast}")
     if theta <= 1:
         raise ModelRejected(f"{scaling.where}: rope_theta must be above 1 for yarn, not {theta}")
-    # Both are there, or neither counts.
+    # They count only if both are given.
     magnitudes = [scaling.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if min(magnitudes) < 0:
         raise ModelRejected(f"{scaling.where}: mscale and mscale_all_dim must not be negative")

@@ -119,13 +119,13 @@ class _RowOrder:
 
     Attributes:
         results: The number of rows with results.
-        rows: The caller's row at each place.
-        places: The place of each of the caller's rows.
+        rows: The caller's row at each index of this order.
+        indexes: The index in this order of each of the caller's rows.
     """
 
     results: int
     rows: "NDArray[np.intp]"
-    places: "NDArray[np.intp]"
+    indexes: "NDArray[np.intp]"
 
     @classmethod
     def of(cls, chosen: "NDArray[np.intp]", count: int) -> Self:
@@ -462,7 +462,7 @@ class DecodeEngine:
             # The step before has its rows in a different order.
             sources = rows_in["source"][:count]
             has_source = sources >= 0
-            sources[has_source] = self._order.places[sources[has_source]]
+            sources[has_source] = self._order.indexes[sources[has_source]]
         if count < bucket:
             rows_in["position"][count:bucket] = NO_ROW
             rows_in["source"][count:bucket] = NO_ROW
@@ -577,12 +577,12 @@ class DecodeEngine:
         self.normed = None
         if step.is_pooled:
             normed = self._normed_arrays[parity][: step.rows]
-            self.normed = f32_of_bf16(normed if step.order is None else normed[step.order.places])
+            self.normed = f32_of_bf16(normed if step.order is None else normed[step.order.indexes])
         results = self._results[parity][: step.results]
         if step.order is None:
             return _copy_of(results)
         # Put the results back into the caller's order. Every other row gets UNSET, the record after the results.
-        return np.append(results, UNSET).take(np.minimum(step.order.places, len(results)))
+        return np.append(results, UNSET).take(np.minimum(step.order.indexes, len(results)))
 
     async def _fetch(self, parity: int, step: _Step) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""

@@ -89,9 +89,9 @@ MAX_SPANS: Final = 256
 
 PLACED_ROWS: Final = 64
 """Number of rows of sequences of the maximum length for which steps with spans (`cut_spans`) have room, unless
-MAX_PLACES allows fewer."""
+MAX_SPAN_PARTS allows fewer."""
 
-MAX_PLACES: Final = 16_384
+MAX_SPAN_PARTS: Final = 16_384
 """Maximum number of attention parts for which steps with spans have additional room, one part for each row and split. A
 part takes 8 or 17 KB of the card's memory with 32 heads of width 64 or 128.
 """
@@ -213,16 +213,16 @@ class UnevenTiles:
     Attributes:
         tile_rows: Maximum number of rows of a tile of a prompt.
         share: Maximum fraction of all tiles' positions that the longest tile may have in a step that is not cut.
-        places: Number of parts of cut tiles for which there is room.
+        max_parts: Number of parts of cut tiles for which there is room.
     """
 
     tile_rows: int
     share: float
-    places: int
+    max_parts: int
 
     @classmethod
     def of(cls, config: ModelConfig, limits: StepLimits) -> Self:
-        return cls(_tile_rows(config), UNEVENNESS * config.key_heads / MAX_PROGRAMS, _places(config, limits))
+        return cls(_tile_rows(config), UNEVENNESS * config.key_heads / MAX_PROGRAMS, _max_parts(config, limits))
 
     def are_in(self, positions: "NDArray[np.int32]", begins: "NDArray[np.bool_]", least_shared: float = 1) -> bool:
         """Return whether a step is faster if the attention of long sequences is cut into spans.
@@ -252,7 +252,7 @@ class UnevenTiles:
         # The number of splits, less one.
         more = positions // manifest().split
         parts = more + 1 if rows is None else rows * (more + 1)
-        return int(parts[more >= WHOLE_SPLITS].sum()) <= self.places
+        return int(parts[more >= WHOLE_SPLITS].sum()) <= self.max_parts
 
 
 def block_bytes(config: ModelConfig) -> int:
@@ -293,7 +293,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         }
     spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
     # One f32 per head and part of a sequence, for steps with attention that is cut.
-    attention = _places(config, limits) * heads * 4
+    attention = _max_parts(config, limits) * heads * 4
     # Buffers of one step, reused by every layer. Two steps in flight run one after the other on the card.
     sizes = {
         "h": rows * config.width * 4,
@@ -456,7 +456,7 @@ class ForwardPass:
         if kind.is_cut:
             yield KernelLaunch(
                 "cut_spans", (1,), spans=b["spans"], cuts=b["cuts"], rows=b["rows"], R=rows, S=_most_spans(rows),
-                count=_tile_rows(config), room=_places(config, limits), whole_splits=WHOLE_SPLITS,
+                count=_tile_rows(config), room=_max_parts(config, limits), whole_splits=WHOLE_SPLITS,
                 least_splits=SPAN_SPLITS, max_spans=MAX_SPANS,
             )  # fmt: skip
         # The norm after a linear adds the linear's parts to the residual. So it needs their number (`before`), and the
@@ -684,12 +684,12 @@ def _cuts_spans(config: ModelConfig, limits: StepLimits) -> bool:
     return any(config.window(layer, limits.positions) is None for layer in range(config.layers))
 
 
-def _places(config: ModelConfig, limits: StepLimits) -> int:
+def _max_parts(config: ModelConfig, limits: StepLimits) -> int:
     """Return the number of parts of attention, one for each row and split, that a step has room for."""
-    places = _split_rows(limits.max_rows, config) * limits.splits
+    parts = _split_rows(limits.max_rows, config) * limits.splits
     if not _cuts_spans(config, limits):
-        return places
-    return max(places, min(MAX_PLACES, min(PLACED_ROWS, limits.max_rows) * limits.splits))
+        return parts
+    return max(parts, min(MAX_SPAN_PARTS, min(PLACED_ROWS, limits.max_rows) * limits.splits))
 
 
 def _most_spans(rows: int) -> int:

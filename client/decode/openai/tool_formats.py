@@ -131,7 +131,7 @@ class CallPart:
     """A piece of a call.
 
     Attributes:
-        index: The call's place in the answer, from 0.
+        index: The call's index in the answer, from 0.
         name: The tool's name, in the call's first piece; otherwise "".
         arguments: A piece of the arguments' JSON text.
     """

@@ -299,13 +299,12 @@ class ContinuousBatchScheduler:
         events = self._admit()
         if request.request_id not in self._waiting:
             return events  # It was admitted, and perhaps made room for another at once.
-        # The replay of a sequence that was preempted just now joins the queue, but does not take another request's
-        # place.
+        # The replay of a sequence that was preempted just now joins the queue, but does not displace another request.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline_s = min(self._next_deadline_s, now + request.wait_s)
             return events
-        # It was not admitted and may not wait: remove it again, and report the reason.
+        # The request was not admitted and may not wait: remove it again, and report the reason.
         self._dequeue(tenant, self._waiting[request.request_id])
         return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 

@@ -24,7 +24,7 @@ class UnadmittedRequest:
     Attributes:
         request: The request.
         deadline_s: The time until which it may wait, in monotonic seconds.
-        number: Its place in the order of arrivals.
+        number: Its number in the order of arrivals.
         preemptions: How often the request was preempted.
         is_paid: Whether its tenant was charged for its prompt at an earlier admission.
         keys: The keys of its prompt's full blocks in its tenant's region; None until they are needed.
@@ -78,7 +78,7 @@ class LiveSequence:
         reusable: Maximum number of positions that it may reuse.
         prefix: The shared prefix that it uses; "" for none.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
-        number: Its place in the order of admissions.
+        number: Its number in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
         prompt_length: Number of tokens of the prompt.
         last: The last position that can have a row: the token that it yields is the last one to be emitted.

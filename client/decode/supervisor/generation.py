@@ -20,7 +20,7 @@ class Emitted:
 
     Attributes:
         token: The token.
-        position: Its place in the sequence; the prompt's first token has place 0.
+        position: Its index in the sequence; the prompt's first token has index 0.
         log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
         attempt: How often the sequence was replayed before this token; replays do not affect the tokens.
         ranks: The likeliest tokens at its position, with the logarithms of their probabilities, if the caller requested

@@ -195,7 +195,7 @@ def _updated(
 
 
 def batches(tokens: Tokens, random: np.random.Generator) -> Iterator[Tokens]:
-    """Yield rows [BATCH, CONTEXT + 1] from random places, without end."""
+    """Yield rows [BATCH, CONTEXT + 1] that begin at random tokens, without end."""
     while True:
         # A row has one more token than the context: its last token is only predicted.
         starts = random.integers(0, len(tokens) - CONTEXT - 1, BATCH)

@@ -282,7 +282,7 @@ class ClaimLeases:
                         "if namespaces may use each other's leases",
                     )
             record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, requested.claim, users)
-            # The record has no lease yet, so a crash of the host may lose it.
+            # The record has no lease yet, so it may be lost in a crash of the host.
             self._files.save(record, is_synced=False)
             return record
 

@@ -45,8 +45,9 @@ MAX_CLAIMS: Final = 256
 """Maximum number of claims in one request. Each becomes a process on the GPU; a pod has a handful of claims."""
 
 SERVICE_THREADS: Final = 8
-"""Number of requests that are served at the same time. One that waits for memory to be proved free must not delay the
-others."""
+"""Number of requests that are served at the same time, so that a request that waits for memory to be proved free does
+not delay others.
+"""
 
 STOP_LIMIT_S: Final = 5.0
 """Seconds for which requests in flight may continue when the driver stops."""

@@ -210,7 +210,7 @@ class SlicePublisher:
             try:
                 self._cluster.delete_slice(write.name)
             except ClusterRefused as refused:
-                # It is already deleted, as intended.
+                # The slice is already deleted, as intended.
                 if refused.code != _NOT_FOUND:
                     raise
             with self._guard:

@@ -2,7 +2,7 @@
 
 The driver runs threads of gRPC, so it must not fork: it starts another Python, which becomes the user and reads one
 request from each line of its input. With each request the driver passes a token of the node that permits LEASE_ALLOC.
-So a site can require such tokens (`require_token = ["alloc"]`), and then pods can lease nothing beside their claims.
+If a site requires such tokens (`require_token = ["alloc"]`), pods can't lease anything in addition to their claims.
 """
 
 import base64

@@ -22,7 +22,7 @@ _USAGE_SUFFIX: Final = ".usage"
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job's leases, or why it has none.
+    """A job's leases, or the reason why it has none.
 
     Attributes:
         user: The id of the job's user, who is the lease's tenant.
@@ -123,7 +123,7 @@ class JobRecords:
             raise MissingPrerequisite(f"{path} must be a job's usage: {error}. Was it changed?") from None
 
     def write_usage(self, job: str, usage: JobUsage) -> None:
-        """Replace a job's usage. It is on the disk when this returns."""
+        """Replace a job's usage durably."""
         replace_file(self._usage_path(job), json.dumps(asdict(usage)).encode(), 0o644, is_synced=True)
 
     def usage_age_s(self, job: str) -> float:

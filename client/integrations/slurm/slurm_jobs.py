@@ -121,7 +121,7 @@ def admin_comment(job: str) -> str | JobState:
     result = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=AdminComment")
     if isinstance(result, JobState):
         return result
-    # There is one line for a job, that of its latest start, and none for an unknown job.
+    # For a job there is one line, about its latest start; for an unknown job there is none.
     lines = result.splitlines()
     return lines[-1] if lines else JobState.UNKNOWN
 

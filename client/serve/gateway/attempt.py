@@ -168,7 +168,8 @@ class DaemonEffects:
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
         # `timeout` limits the time in the daemon's queue: the part of the request's waiting time that is left.
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
-        # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
+        # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay other
+        # threads.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
         pending, request = builder._acquisition(self._spare)
         return drive_with_clean_up(pending, request, GpuLease)

@@ -131,7 +131,7 @@ class Gateway:
         while True:
             try:
                 await anyio.to_thread.run_sync(self._store.forget, self._bounds.keep_s)
-            # This is not urgent: the next round removes them.
+            # Removing old outcomes is not urgent: the next round removes them.
             except StoreUnavailable as error:
                 _log.warning("outcomes are kept for longer: %s", error)
             await asyncio.sleep(FORGET_EVERY_S)

@@ -173,7 +173,7 @@ def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
     # The output follows the head as raw bytes: base64 in the JSON would take a third more room.
     (size,) = _HEAD_BYTES.unpack_from(outcome)
     head = json.loads(outcome[_HEAD_BYTES.size : _HEAD_BYTES.size + size])
-    # A failure is final, too: raise it. The request is not run again.
+    # A failure is a final outcome, too: raise it, and do not run the request again.
     if "failed" in head:
         raise OperationFailed(head["failed"]["message"], head["failed"]["kind"])
     output = outcome[_HEAD_BYTES.size + size :]

@@ -194,13 +194,13 @@ def reserve(
         raise OperationConflict(
             f"{key} was already used for another operation, or with another model, input or output length"
         )
-    # This same call has reserved it, in a transaction of which the store did not know whether it was committed.
+    # This call has reserved it already, in an earlier transaction whose commit was uncertain.
     if entry is not None and entry.claim_id == claim_id and entry.phase is OperationPhase.RESERVED:
         return entry, Reservation(key, request_hash, entry.epoch, claim_id)
-    # It was executed before: every repetition gets the same outcome.
+    # The operation was executed before: every repetition gets the same outcome.
     if entry is not None and entry.phase is OperationPhase.COMPLETED:
         return entry, OperationCompleted(entry.epoch, entry.outcome)
-    # It is given up permanently, because it may have been executed.
+    # The operation is given up permanently, because it may have been executed.
     if entry is not None and entry.phase is OperationPhase.UNKNOWN:
         return entry, UnknownOutcome(entry.epoch)
     if entry is not None and entry.phase is not OperationPhase.RELEASED:
@@ -209,7 +209,8 @@ def reserve(
         # The other attempt counts as alive until its claim expires.
         if remaining_s > 0:
             return entry, InFlight(entry.epoch, remaining_s)
-        # Its attempt died when the effect might have begun. If that attempt is only slow, the higher epoch stops it.
+        # The operation's attempt died when the effect might have begun. If the attempt is only slow, the higher epoch
+        # stops it.
         if entry.phase is OperationPhase.STARTED:
             return replace(entry, epoch=entry.epoch + 1, phase=OperationPhase.UNKNOWN), UnknownOutcome(entry.epoch + 1)
     # The operation is new, released, or abandoned before its effect, so this attempt reserves it.

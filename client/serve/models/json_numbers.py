@@ -79,7 +79,7 @@ def pack(value: list[Any], kind: str, numbers: int) -> bytes:
 
 def unpack(payload: bytes, kind: str, numbers: int, *, is_several: bool) -> list[Any]:
     """Return outputs as numbers: one item's, or an array per item. Raises NumbersRefused for NaN or infinity."""
-    # Little-endian, as the kernel writes it.
+    # Read little-endian numbers, as the kernel writes them.
     values = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
     if not all(map(math.isfinite, values)):
         raise NumbersRefused("The output has NaN or infinity, which JSON can't represent: use base64 or bytes.")

@@ -215,7 +215,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
 def _file(path: Path, where: str, key: str, value: str) -> bytes:
     try:
         with (path.parent / value).open("rb") as file:
-            # One byte more than allowed shows that a file is too large, without reading all of it.
+            # Read one byte more than allowed, which shows that a file is too large without reading all of it.
             data = file.read(_FILES[key] + 1)
     except OSError as error:
         raise InvalidRequest(f"{where}.{key}: {value!r}: {error.strerror}") from None

@@ -295,8 +295,9 @@ DEVIATIONS: Final = 4
 """Durations are predicted like retransmission timeouts in RFC 6298, 2: the mean plus four deviations."""
 
 HALF_LIFE_S: Final = 1.0
-"""Seconds in which an estimate halves while nothing is measured. Otherwise, after one slow batch, all requests could be
-refused, and no measurement would ever correct the estimate."""
+"""Seconds after which an estimate is halved if nothing was measured. Without this, one slow batch could cause all
+requests to be refused, so that no measurement would ever correct the estimate.
+"""
 
 
 class Estimate:

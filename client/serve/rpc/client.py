@@ -73,8 +73,9 @@ ANSWER_ROOM_S: Final = 0.5
 can arrive."""
 
 MAX_DESCRIPTORS: Final = 4
-"""Maximum number of descriptors received with the greeting. One is correct; room for more allows the client to notice
-and close wrong ones."""
+"""Maximum number of descriptors received with the greeting. One is correct. With room for more, the client can notice
+wrong ones and close them.
+"""
 
 _MAX_ID: Final = 2**64 - 1
 _BELLS_BYTES: Final = 4096
@@ -208,7 +209,7 @@ class RpcClient:
     def _try(self, method_id: int, data: bytes, span: "_Span") -> Answer:
         # Connect with the first call, and again after each connection that was lost.
         if self._connection is None:
-            self._connection = _connected(self._path, span.until)
+            self._connection = _connected(self._path, span.wait_until_s)
         # Use a new id for each attempt, so that a late reply to an earlier one is recognised.
         self._last_id = self._last_id + 1 & _MAX_ID
         connection = self._connection
@@ -221,7 +222,7 @@ class RpcClient:
             self._disconnect()
             raise _NotReceived(_disconnected(self._path, error)) from None
         try:
-            return connection.answer(self._last_id, span.until, self._spin_ns)
+            return connection.answer(self._last_id, span.wait_until_s, self._spin_ns)
         except OSError as error:
             raise _disconnected(self._path, error) from None
 
@@ -236,32 +237,32 @@ class _Span:
     """The limits of a call in monotonic seconds.
 
     Attributes:
-        until: The time until which the caller waits.
-        deadline: The time before which the call must begin; None without a deadline.
+        wait_until_s: The time until which the caller waits.
+        begin_by_s: The time before which the call must begin; None without a deadline.
     """
 
-    until: float
-    deadline: float | None
+    wait_until_s: float
+    begin_by_s: float | None
 
     @classmethod
     def of(cls, timeout_s: float | None, deadline_s: float | None) -> Self:
         """Return the limits of a call that begins now. At least one of the arguments must be given."""
-        now = time.monotonic()
-        deadline = None if deadline_s is None else now + deadline_s
+        now_s = time.monotonic()
+        begin_by_s = None if deadline_s is None else now_s + deadline_s
         if timeout_s is not None:
-            return cls(now + timeout_s, deadline)
-        return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
+            return cls(now_s + timeout_s, begin_by_s)
+        return cls(now_s + (deadline_s or 0.0) + ANSWER_ROOM_S, begin_by_s)
 
     def send_timeout_s(self) -> float:
         """Return the seconds left for sending the call; 0 if none are left."""
-        deadline = self.until if self.deadline is None else min(self.until, self.deadline)
-        return max(0.0, deadline - time.monotonic())
+        send_by_s = self.wait_until_s if self.begin_by_s is None else min(self.wait_until_s, self.begin_by_s)
+        return max(0.0, send_by_s - time.monotonic())
 
     def left_ms(self) -> int:
         """Return the milliseconds left until the deadline; 0 without a deadline. Raises _NotReceived after it."""
-        if self.deadline is None:
+        if self.begin_by_s is None:
             return 0
-        left_ms = int((self.deadline - time.monotonic()) * 1000)
+        left_ms = int((self.begin_by_s - time.monotonic()) * 1000)
         if left_ms <= 0:
             raise _NotReceived(_too_late("its deadline passed before it reached the server"))
         return min(left_ms, MAX_LEFT_MS)
@@ -389,7 +390,7 @@ def _greeted(sock: socket.socket) -> MappedCall:
             descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
     if len(descriptors) == 1 and is_greeting(data):
         return MappedCall(descriptors[0])
-    # Not a greeting: close whatever came with it, so that no descriptor leaks.
+    # The message is not a greeting: close all descriptors that came with it, so that none leaks.
     for fd in descriptors:
         os.close(fd)
     raise ConnectionResetError("it accepts no more callers" if not data else "it is not a model server of this version")

@@ -32,8 +32,9 @@ from gpulease.protocol.rpc import (
 )
 
 MAX_CALLERS: Final = 256
-"""Maximum number of connections at the same time; a further one is closed at once. Each takes two descriptors and 64
-KiB of memory."""
+"""Maximum number of simultaneous connections; one more is closed at once. Each takes two descriptors and 64 KiB of
+memory.
+"""
 
 MAX_FALSE_BELLS: Final = 64
 """Maximum number of bells in a row without a request, so that a caller can't take the server's time by only ringing."""

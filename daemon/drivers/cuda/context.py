@@ -118,7 +118,7 @@ class CudaContext:
         # Whether all memory that was passed to `pin` is pinned, so that copies may continue after their call has
         # returned.
         self._can_begin_copies = True
-        # Whether a loaded module had kernels that may have left data where a scrub can't reach it.
+        # Whether a loaded module had kernels that may have left data in memory that a scrub can't reach.
         self._leaves_traces = False
         # Whether a loaded module has kernels that call the driver's own functions.
         self._has_system_calls = False
@@ -535,7 +535,7 @@ class CudaContext:
             blocks = {address: block_bytes(size) for address, size in sizes.items()}
             for address, allocation in self._slice.adopt(saved, blocks).items():
                 self._blocks.add(address, sizes[address], allocation)
-            # Step 2: regions, if the session has ever had one.
+            # Step 2: restore the regions, if the session has ever had any.
             if regions:
                 self._regions.adopt(regions[0])
             self._pages.assign_lent()
@@ -898,7 +898,7 @@ class CudaContext:
 
     def _lost(self, error: Exception | str) -> KernelFault:
         """Return the fault that ended the context, with the launch as precisely as CUDA permits."""
-        # Keep the first report: later errors only repeat it.
+        # Keep the first fault: later errors only repeat it.
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
             launches = self._launcher.state.launches

@@ -59,7 +59,7 @@ def paths_of_driver() -> SandboxNeeds:
 
 
 def _libraries() -> Iterator[Path]:
-    """Yield the driver's libraries next to libcuda: the first image loads the PTX compiler, which is one of them."""
+    """Yield the driver's libraries next to libcuda. The first image loads one of them, the PTX compiler."""
     with open("/proc/self/maps") as maps:
         # The library's own path shows where the others are, because distributions differ.
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcuda.so" in line}

@@ -203,7 +203,7 @@ class CudaGraph:
     # --- construction ---
 
     def _add_segment(self, first: int, steps: Sequence[Step]) -> None:
-        # Each node depends on the one before it: a graph must run its steps in their order.
+        # Make each node depend on the previous one, because a graph must run its steps in order.
         segment = _Segment(self._check(api.cuGraphCreate(0)))
         self._segments.append(segment)
         before: list[Any] = []

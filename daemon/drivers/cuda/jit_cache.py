@@ -69,7 +69,7 @@ def name_of(digest: bytes) -> bytes:
 def _mask(data: bytes | bytearray, digest: bytes) -> bytearray:
     """XOR with SHAKE256 (FIPS 202) of the image's hash; twice returns the data. Each mask serves only one code."""
     stream = bytearray(hashlib.shake_256(_KEY + digest).digest(len(data)))
-    # In place, because numpy does not overwrite the memory of its own arrays when it frees them.
+    # Compute in place, because numpy does not overwrite the memory of arrays that it frees.
     masked = np.frombuffer(stream, np.uint8)
     np.bitwise_xor(masked, np.frombuffer(data, np.uint8), out=masked)
     return stream

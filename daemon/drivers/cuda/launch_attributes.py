@@ -1,4 +1,4 @@
-"""Launches with attributes: cooperative ones, and those in clusters (CUDA driver API, cuLaunchKernelEx)."""
+"""Launches with attributes: cooperative launches, and launches in clusters (CUDA driver API, cuLaunchKernelEx)."""
 
 import ctypes
 import math

@@ -245,7 +245,7 @@ class Launcher:
 
     @property
     def queued(self) -> int:
-        """Number of operations that stream 0 may hold, except those that Python counts."""
+        """Number of operations in stream 0 that may not have ended, except those that Python counts."""
         return int(self.state.launches + self.state.zeroed)
 
     def count(self, tag: int) -> None:

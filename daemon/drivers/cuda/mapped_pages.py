@@ -101,7 +101,7 @@ class MappedPages:
         self._host: memoryview | None = None
         # Descriptors of another process's pieces that no piece here has yet.
         self._lent_fds: list[int] = []
-        # The ring through which another process lends its pieces, and all of these.
+        # The ring through which another process lends its pieces, and the list of these pieces.
         self._ring: CopyRing | None = None
         self._ring_pieces: list[Piece] = []
         # Mappings made since a return began.
@@ -291,7 +291,7 @@ class MappedPages:
         Raises ImageMismatch if there are too few pieces.
         """
         if self._ring is not None:
-            # In the order in which the other process has them, which fills the ring.
+            # Sort the pieces as the other process does, which fills the ring in this order.
             self._ring_pieces, at = sorted(self._pieces, key=_saved_at), 0
             for piece in self._ring_pieces:
                 if piece.saved_at != at:
@@ -559,7 +559,7 @@ class MappedPages:
         self._events.append(event)
 
     def _wipe(self, piece: Piece, size_bytes: int) -> None:
-        """Zero the beginning of a parked piece's bytes. Those of a lent piece are zeroed once they are copied."""
+        """Zero the beginning of a parked piece's bytes. The bytes of a lent piece are zeroed after they were copied."""
         if piece.is_lent:
             piece.zeroed_bytes = max(piece.zeroed_bytes, size_bytes)
         elif self._host is not None:

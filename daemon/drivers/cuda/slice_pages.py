@@ -155,7 +155,7 @@ class SlicePages:
         try:
             self._address = pages.reserve(self._range_bytes + self._regions_bytes, SLICE_ADDRESS)
         except DriverError:
-            # Its regions then lie wherever the driver puts them.
+            # The driver then chooses the addresses of the session's regions.
             self._regions_bytes = 0
             self._address = pages.reserve(self._range_bytes, SLICE_ADDRESS)
         self._addresses = FreeRanges()
@@ -229,7 +229,7 @@ class SlicePages:
         self._pages.free_addresses(self._address, self._range_bytes + self._regions_bytes)
 
     def _take_pages(self, size_bytes: int) -> int:
-        """Map new pages; return their address. A call that fails undoes what those before it did."""
+        """Map new pages, and return their address. If a call fails, the effects of the earlier calls are undone."""
         address = self._addresses.take(size_bytes)
         if address is None:
             raise OutOfMemory(

@@ -79,18 +79,18 @@ class CudaStreams:
         Args:
             default: Stream 0, if it exists already.
         """
-        # A stream's number is its index in this list. A destroyed stream keeps its place.
+        # A stream's number is its index in this list. A destroyed stream keeps its index.
         self._streams: list[Any] = [default or cuda.Stream(_NON_BLOCKING)]
         self._spare: list[int] = []
-        # An event for the order between streams; one that follows the zeroing of new memory; one that follows the
-        # zeroing of used memory.
+        # Three events: one for the order between streams, one after the zeroing of new memory, one after the zeroing of
+        # used memory.
         self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._new_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._used_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         # As soon as there are several streams, new memory is zeroed in a stream of its own: a kernel that runs in one
         # stream must not delay the others.
         self._zeroing_new: Any = None
-        # Memory that was used before is zeroed in another, after everything that may still use it.
+        # Memory that was used before is zeroed in another stream, after all work that may still use it.
         self._zeroing_used: Any = None
         # By stream: copies put in it since the last wait for it.
         self._copies_begun: dict[int, int] = {}
@@ -211,7 +211,7 @@ class Markers:
         """Wait until one more operation may be put in a stream."""
         # Poll even if there is room, so that a lease that has ended gets no further launch.
         self._poll()
-        # First free the places of operations that have ended. Sleep and poll again only if there are none.
+        # First free the entries of operations that have ended. Sleep and poll again only if there are none.
         while self._count >= MAX_WAITING and self._collect() >= MAX_WAITING:
             time.sleep(_SLEEP_S)
             self._poll()
@@ -225,7 +225,7 @@ class Markers:
         self._add(number, stream, is_kernel=False)
 
     def _add(self, number: int, stream: Any, *, is_kernel: bool) -> None:
-        # Events are reused: making one costs more than recording it.
+        # Reuse events, because making one costs more than recording it.
         event = self._spare.pop() if self._spare else cuda.Event(cuda.event_flags.DISABLE_TIMING)
         event.record(stream)
         self._count += 1

@@ -52,8 +52,8 @@ def missed_ns(before: MachineReading, now: MachineReading) -> int | None:
         return None
     # The longest time that can have passed on this machine's clock, so that the difference is the shortest pause.
     elapsed_ns = now.ended_ns - before.began_ns
-    # Processors that were added meanwhile have no earlier reading.
-    # Advances of the clocks that go on during a pause.
+    # Collect by how much each clock that runs during a pause has advanced. Processors that were added in between have
+    # no earlier reading.
     outside_ns = [stolen - before.stolen_ns[cpu] for cpu, stolen in now.stolen_ns.items() if cpu in before.stolen_ns]
     if before.host_ns is not None and now.host_ns is not None:
         outside_ns.append(now.host_ns - before.host_ns)

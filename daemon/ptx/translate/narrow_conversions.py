@@ -60,7 +60,7 @@ def widened(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cvt.round{.relu}.into.source", 3, round=("rn", "rz"), into=("f16x2", "bf16x2"), source=("f32",))
 def pair(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Convert two f32 to a pair: a goes to the upper half, b to the lower."""
+    """Convert two f32 to a pair: the first operand goes to the upper half, the second to the lower half."""
     into = FORMATS[m["into"].removesuffix("x2")]
     upper, lower = (
         t.ir.resize(encode(t, _narrowed(t, m, into, read_double(t, i, n, m, "f32")), into), "i32", signed=False)
@@ -101,7 +101,7 @@ def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt{.whole}{.sat}.into.source", 2, whole=_IRND, into=("f16",), source=("f16",))
 @FAMILY.form("cvt.whole.into.source", 2, whole=_IRND, into=("bf16",), source=("bf16",))
 def to_whole(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Round to an integer that stays a float, or clamp to [0, 1]."""
+    """Round to an integral value in the same format and, with .sat, clamp to [0, 1]."""
     value = read_double(t, i, 1, m, m["source"])
     if "whole" in m:
         value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['whole']]}.f64", "double", value)
@@ -111,7 +111,7 @@ def to_whole(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvt.pack.sat.into.s32", 3, into=("u16", "s16"))
 @FAMILY.form("cvt.pack.sat.into.s32.b32", 4, into=("u8", "s8"))
 def pack(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Clamp a and b, and pack them. For bytes, the low half of c goes above them (section 9.7.9.22)."""
+    """Clamp operands a and b, and pack them. For bytes, the low half of c is put above (section 9.7.9.22)."""
     into, ir = m.scalar("into"), t.ir
     low = -(1 << into.bits - 1) if into.is_signed else 0
     high = low + (1 << into.bits) - 1

@@ -365,7 +365,8 @@ class WarpRunnerWriter(LaneRunnerWriter):
         """The memory that a block needs. Its last warp may be partial."""
         if not self._waits.sites:
             return super().needs
-        # A frame belongs to a warp. Count a part of it for each thread, rounded up, and one frame for a partial warp.
+        # A frame belongs to a warp. Charge each thread its part of a frame, rounded up, and add one frame for a partial
+        # warp.
         bytes_per_lane = -(-self._frame_bytes // self._lanes)
         return KernelNeeds(0, self._local_bytes, self._frame_bytes, bytes_per_lane, parks=False)
 

@@ -191,7 +191,8 @@ class UsageSum:
                 self._count_part(opened, record.mono_us)
                 opened.is_parked = True
             case RecordKind.RETURN:
-                # Its bytes were charged when the return was ordered. Both records name the card of a lease that moved.
+                # The lease's bytes were charged when the return was ordered. Both records name the card of a lease that
+                # moved.
                 self._count_part(opened, record.mono_us - _count(record.data, "took_us"))
                 opened.is_parked, opened.card = False, _text(record.data, "card")
             case RecordKind.MOVE:
@@ -240,7 +241,7 @@ class UsageSum:
         for opened in self._open.values():
             if opened.boot != record.boot:
                 continue
-            # Its return may be among the records that were dropped, and a flood of records must not save bytes.
+            # The record of the return may have been dropped, and a tenant must not save bytes by a flood of records.
             if RecordKind.RETURN in dropped and opened.is_parked:
                 self._count_part(opened, since_us)
                 opened.is_parked = False

@@ -168,7 +168,7 @@ class PkiAuthority:
     ) -> Issued:
         issued = Issued(self.folder / f"{stem}.pem", self.folder / f"{stem}.key")
         self._make_room(issued)
-        # Step 1: a key of its own, and a certificate that is valid for one use only.
+        # Step 1: make a new key, and a certificate that is valid for a single purpose.
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         builder = _builder(key.public_key(), subject, self.certificate.subject, life)
@@ -184,7 +184,7 @@ class PkiAuthority:
         return issued
 
     def _make_room(self, issued: Issued) -> None:
-        """Move an expired or revoked certificate and its key aside. Raises PkiError for one that holds."""
+        """Move an expired or revoked certificate and its key aside. Raises PkiError for one that is still valid."""
         try:
             old = x509.load_pem_x509_certificate(issued.certificate.read_bytes())
             crl = x509.load_pem_x509_crl(self.crl_path.read_bytes())
