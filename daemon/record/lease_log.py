@@ -313,7 +313,7 @@ class LeaseLog(FactRecorder):
         self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=reason, reason=fact.source.reason)
 
     def _log_warm_lost(self, fact: Fact) -> None:
-        # Limit this: the context may have served a tenant, who can leave one context after another.
+        # Limit these lines: the context may have served a tenant, who can leave one context after another.
         self._log(LogEvent.WARM_GONE, "", card=fact.card, reason=fact.source.reason)
 
     def _log_submit_ready(self, fact: Fact) -> None:

@@ -153,7 +153,7 @@ def test_what_a_graph_needs_is_gone(session: GpuSession, gone: str) -> None:
     # Now the worker's own check, for a client that does not check. An allocation of another size makes the client free
     # what it holds.
     session.mem_alloc(4)
-    object.__setattr__(graph._record, "handles", ())
+    object.__setattr__(graph._contents, "handles", ())
     number = graph.launch(x=other)
     with pytest.raises(InvalidHandle, match=f"earlier GRAPH_LAUNCH {number} failed: graph .* uses") as caught:
         session.sync()

@@ -198,7 +198,7 @@ class DecodeEngine:
         # The order of the step that was started last: the next step's rows take tokens from its rows.
         self._order: _RowOrder | None = None
         self._next = 1
-        # The refusal of the earliest step that did not begin, until `finish` reports it; and the number of refusals so
+        # The refusal of the earliest step that did not begin, until `finish` reports it. Then the number of refusals so
         # far.
         self._refused: RegionFailed | None = None
         self._refusals = 0
@@ -370,7 +370,8 @@ class DecodeEngine:
             raise RequestRejected(
                 f"A block is not one of the pool's {pool.blocks}", "Use numbers of blocks in the pool"
             )
-        # A refusal during a pass over the blocks invalidates it, so compare the number of refusals before and after.
+        # A refusal during a pass over the blocks invalidates the pass, so compare the number of refusals before and
+        # after.
         size_bytes = contents.shape[1]
         for _ in range(MAX_COPY_TRIES):
             refusals = self._refusals

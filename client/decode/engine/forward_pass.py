@@ -249,7 +249,7 @@ class UnevenTiles:
         read_by_tiles = int(positions.sum())
         if longest <= self.share * (read_by_tiles + len(positions)) or read_by_rows < least_shared * read_by_tiles:
             return False
-        # The number of splits, less one.
+        # The number of splits of each row, less one.
         more = positions // manifest().split
         parts = more + 1 if rows is None else rows * (more + 1)
         return int(parts[more >= WHOLE_SPLITS].sum()) <= self.max_parts
@@ -294,7 +294,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
     # One f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _max_parts(config, limits) * heads * 4
-    # Buffers of one step, reused by every layer. Two steps in flight run one after the other on the card.
+    # Buffers of one step, which every layer reuses. The card runs the two steps in flight one after the other.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,

@@ -32,8 +32,9 @@ from gpulease.protocol.back_off import back_off_s
 
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
-"""Longest back-off after failed loads, in seconds. It is doubled each time. Otherwise a model with broken files would
-be read again for every request, and would evict others for that."""
+"""Longest back-off after failed loads, in seconds; each failure doubles the back-off. Without it, a model with broken
+files would be read again for every request, and would evict other models each time.
+"""
 
 
 class ModelState(StrEnum):
@@ -237,7 +238,7 @@ class ModelResidency:
     """
 
     def __init__(self, limits: ResidencyLimits, models: Mapping[str, ModelTerms]) -> None:
-        """Prepare it; `start` has the first effects. Raises ValueError for a model that is larger than the card."""
+        """Prepare; `start` returns the first effects. Raises ValueError for a model that is larger than the card."""
         self._limits = limits
         self.models: dict[str, ResidentModel] = {}
         self._parks = limits.parked_bytes > 0

@@ -31,7 +31,7 @@ class RegionBlocks:
 
     Attributes:
         size: The number of blocks.
-        evictions: How many cached blocks were freed because their place was needed.
+        evictions: How many cached blocks were freed because other sequences needed them.
     """
 
     def __init__(self, size: int, generation: int = 0) -> None:

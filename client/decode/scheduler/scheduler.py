@@ -563,7 +563,7 @@ class ContinuousBatchScheduler:
     def hold(self, tenant_id: str) -> None:
         """Give a tenant's sequences no rows until `resume`, because its blocks are being moved or it is suspended.
 
-        Its requests wait meanwhile, and end at their deadlines: if they were admitted, they would hold tables that they
+        Its requests wait, and end at their deadlines. They are not admitted, because they would hold tables that they
         can't use.
         """
         tenant = self.tenants[tenant_id]
@@ -674,7 +674,7 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
-            # The obstacle at the end of the wait is reported, not the one at its beginning.
+            # Report the obstacle at the end of the wait, not the one at its beginning.
             kept_out_by, detail = self._obstacle(tenant, waiting)
             detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed, send it later"
             reason = CompletionReason.DEADLINE_EXCEEDED
@@ -691,7 +691,7 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         while self._has_room:
             contenders = self._contenders()
-            # The tenant with the least weighted service is next; if several have, the one with the earliest request.
+            # The tenant with the least weighted service is next; among equals, the one with the earliest request.
             tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
             if tenant is not None and not self._tables:
                 events += self._preempt(tenant)
@@ -848,7 +848,7 @@ class ContinuousBatchScheduler:
         region, first_in_window = sequence.tenant.blocks, (sequence.length - self.settings.window + 1) // PAGE
         if first_in_window <= sequence.freed_blocks:
             return
-        # Publish them first, because other prompts may begin with them.
+        # Publish the blocks first, because other prompts may begin with them.
         if sequence.tenant.reuses:
             region.extend_keys(sequence.keys, sequence.tokens, first_in_window, sequence.request.cache_salt)
             self._publish(sequence, first_in_window)
@@ -987,7 +987,7 @@ class ContinuousBatchScheduler:
     ) -> SchedulerEvent.Completed:
         """End a live sequence, and free its blocks and its table for the next admission."""
         request, tenant = sequence.request, sequence.tenant
-        # The lists of decoding sequences are cleaned up in one pass at the next `plan`.
+        # The next `plan` removes all ended sequences from the decoding ones in one pass.
         sequence.is_ended = self._has_ended = self._has_room = True
         for step in self._unanswered:
             step.has_ended = True
@@ -1086,7 +1086,7 @@ class ContinuousBatchScheduler:
         # The replay's prompt is the caller's prompt with all emitted tokens, which reduce the number still allowed.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept_tokens = len(sequence.tokens) if self.settings.replays else own_prompt
-        # A caller may have used such an id for another request, so skip ids in use.
+        # A caller may have used the same form of id for another request, so skip ids in use.
         first_id, attempt = request.continues or request.request_id, request.attempt + 1
         while f"{first_id}.{attempt}" in used_ids:
             attempt += 1

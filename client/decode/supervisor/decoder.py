@@ -410,7 +410,7 @@ class Decoder:
             raise RequestRejected("a request with a grammar must have its masks, and no other may", "Compile it first")
         ledger, now = self._ledger, self._clock()
         if request_id is None:
-            # Callers may choose such ids themselves, so skip ids in use.
+            # Callers may choose the same form of id themselves, so skip ids in use.
             request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
         tokens = tuple(token_ids)
         request = PromptRequest(

@@ -55,7 +55,8 @@ def is_kill(error: BaseException) -> bool:
 
 def is_fault(error: BaseException) -> bool:
     """Return whether the computation may be the cause of a loss."""
-    # An unknown error counts as a fault: to suspect an innocent request costs a replay, to miss a guilty one an engine.
+    # An unknown error counts as a fault: suspecting an innocent request costs a replay, but missing a guilty one costs
+    # an engine.
     return not isinstance(error, LEASE_ENDS) and not is_kill(error)
 
 

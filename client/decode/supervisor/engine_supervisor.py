@@ -77,7 +77,7 @@ class EngineSupervisor:
         log: DecodeLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare it; `open` opens the first engine.
+        """Prepare; `open` opens the first engine.
 
         Args:
             spec: The specification of each engine.
@@ -447,7 +447,7 @@ class EngineSupervisor:
         self.fail(decoder_closed())
 
     async def close_engine(self) -> None:
-        """Close the last engine and free its lease. Raises the errors of that, unless the engine was lost."""
+        """Close the last engine and free its lease. Raises an error of either, unless the engine was lost."""
         phase = self._life.phase
         is_lost = isinstance(phase, lifecycle.Closed) and phase.is_lost
         await (self.serving.abandon() if is_lost else self.serving.close())

@@ -155,7 +155,7 @@ class ModelPool:
         is_audited: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare it; `serving` opens it.
+        """Prepare; `serving` opens the pool.
 
         Args:
             specs: The models by their names in requests.
@@ -369,7 +369,7 @@ class ModelPool:
     def _read_texts(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> tuple[SharedPrefix, ...]:
         """Return the tokens of a model's shared prefixes. Reads the tokenizer, but only if something has changed.
 
-        Another process reads them, since the steps of other models would stop meanwhile. Raises ModelRejected, and
+        Another process reads the tokenizer, so that the steps of other models continue. Raises ModelRejected, and
         TextProcessesFailed.
         """
         state = _state_of(spec.path)
@@ -388,7 +388,7 @@ class ModelPool:
 
     def _load_libraries(self) -> None:
         for _, tokenizer in self._tokenizers.values():
-            # The model's load reports it.
+            # The error is reported when the model is loaded.
             with suppress(ModelRejected):
                 _ = tokenizer.library
 

@@ -47,7 +47,7 @@ class PromptIntake:
         report: Callable[[PromptRefused], None],
         log: DecodeLog,
     ) -> None:
-        """Prepare it; no process starts yet.
+        """Prepare, without starting a process.
 
         Args:
             scheduler: Knows the tenants and their limits.

@@ -240,7 +240,7 @@ class RequestLedger:
     def end_all(self, error: GpuLeaseError) -> None:
         """End every request: the decoder has ended."""
         now = time.monotonic()
-        # Detach the entries first, so that a callback can't end one twice.
+        # Detach the entries first, so that a callback can't end an entry twice.
         entries, self._entries = self._entries, {}
         for entry in entries.values():
             self._end(entry, CompletionReason.ENGINE_ERROR, error, CompletionReason.ENGINE_ERROR, str(error), now)

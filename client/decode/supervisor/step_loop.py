@@ -70,7 +70,7 @@ class StepLoop:
         log: DecodeLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare it; `start` runs the loop.
+        """Prepare; `start` runs the loop.
 
         Args:
             tables: Number of sequences that the engine has room for.

@@ -25,7 +25,7 @@ POLL_S: Final = 1.0
 """Longest pause in seconds between two checks of the regions' ends."""
 
 MIN_POLL_S: Final = 0.02
-"""Shortest such pause in seconds: a failed move must not be retried without a pause."""
+"""Shortest pause between two checks, in seconds: a failed move must not be retried without a pause."""
 
 
 class MovesUser(Protocol):

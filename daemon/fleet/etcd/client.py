@@ -353,7 +353,7 @@ class EtcdClient:
     ) -> _Reply | Unknown | TransactionRejected:
         """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.timeout_s
-        # Members that failed this attempt are unfit for it; the loop ends with the time or with the last member.
+        # Skip members that failed in this attempt. The loop ends when the time is over or no member is left.
         unfit: list[_EtcdMember] = []
         reason = ""
         while (member := await self._connected(unfit, deadline_s)) is not None:

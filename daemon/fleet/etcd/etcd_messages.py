@@ -69,7 +69,7 @@ def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
             field.type = _KINDS.get(kind, field.TYPE_MESSAGE)
             if kind not in _KINDS:
                 field.type_name = f".{package}.{kind}"
-            # A field of a union has presence, so its 0 is sent.
+            # A field of a oneof is sent even if it is 0.
             if of_union:
                 if not message.oneof_decl:
                     message.oneof_decl.add(name="union")

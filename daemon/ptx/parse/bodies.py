@@ -101,7 +101,7 @@ class BodyParser(CallParser):
                     self._enter()
                 case _:
                     self._parse_statement()
-        # All labels are known only now.
+        # Resolve labels at the end, because a branch may name a later label.
         self._resolve_labels()
 
     def find(self, name: str) -> Register | DeclaredVariable | None:

@@ -219,7 +219,7 @@ class FileJournal(Journal):
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
         """Record an event. After a bug here effects are still executed, but nothing is granted again."""
-        # Before `observe`, nothing happens that is not in the journal already; restored leases are posted after it.
+        # Before `observe`, every event is in the journal already. The events of restored leases come after it.
         if self._table is None:
             return
         try:

@@ -282,8 +282,9 @@ SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
 """Room for one parameter buffer. Python does a launch that needs more, including gaps between the parameters."""
 
 SMALL_COPY_BYTES: Final = 64 << 10
-"""Largest copy that native code serves: up to this size, the driver copies ordinary memory into the command itself, and
-the receive buffer has room for the whole frame. serve.ll repeats this number."""
+"""Largest copy that native code serves: up to this size, the driver puts the bytes of ordinary memory into its command,
+and the receive buffer has room for the whole frame. serve.ll repeats this number.
+"""
 
 COPIED_BYTES: Final = SMALL_COPY_BYTES + 64
 """Room for a reply that carries SMALL_COPY_BYTES."""

@@ -347,7 +347,7 @@ class _Front:
         except FrontProtocolError as error:
             self._models.log.failure("front_protocol", error)
         finally:
-            # Whatever ended the connection, the process can do nothing without it.
+            # Whatever ended the connection, the process is useless without it.
             if not self._is_stopping:
                 self.kill()
             await connection.close()
