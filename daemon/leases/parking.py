@@ -10,8 +10,9 @@
    order. Without room, the session waits in the queue of acquires, first come, first served, for the time that its
    acquire was willing to wait. After that time the operation fails as BUSY, and the session stays parked.
 4. Host memory is held for the whole slice: from the grant on if enough is free, otherwise from the order to park on. A
-   session on the card keeps its host memory until another one needs it for a park. All of it is returned when the
-   worker's process ends.
+   session on the card keeps its host memory until another one needs it for a park. A session that was parked for
+   others' need leaves its memory, when it returns, to those of its card that are parked next, so that it is prepared by
+   then. All of it is returned when the worker's process ends.
 5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
    `park_stay_ms`, and a card has at most `parks_per_minute`, of which some are kept for others' need. With
    `moves_for_need`, sessions are moved to cards that have room for them, and parked only if there are none.
@@ -305,6 +306,30 @@ class Parking(ParkingViews):
         if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
             self._give_host(lease, needed_bytes, effects)
 
+    def _pass_host_on(self, lease: Lease, effects: list[Effect]) -> None:
+        """Hold host memory for the sessions that are parked next for others' need, if they have none.
+
+        `lease`: The session that was used last. If no other memory is left, its memory is taken.
+        """
+        on_card = [other for other in self._store.parkable.values() if other.card_uuid == lease.card_uuid]
+        others = [other for other in on_card if other is not lease and _is_resident(other)]
+        own_bytes = 0 if lease.park is None else lease.park.host_bytes
+        free_bytes = self._store.limits.park_memory_bytes - self._store.parked_host_bytes
+        receivers, more_bytes = list[Lease](), 0
+        for other in sorted(others, key=_used_ns):
+            lacking_bytes = host_bytes_of(other.terms.size_bytes) - (other.park.host_bytes if other.park else 0)
+            if lacking_bytes <= 0:
+                continue
+            if more_bytes + lacking_bytes > free_bytes + own_bytes:
+                break
+            receivers.append(other)
+            more_bytes += lacking_bytes
+        if receivers and more_bytes > free_bytes:
+            self._store.hold_host(lease, 0)
+            effects.append(DropParkMemory(lease.lease_id))
+        for other in receivers:
+            self._give_host(other, host_bytes_of(other.terms.size_bytes), effects)
+
     def _order(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
         state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
@@ -534,6 +559,9 @@ class Parking(ParkingViews):
         # An operation was waiting, so the session counts as used now.
         state.used_ns = max(state.used_ns, now_ns)
         cause = state.cause or ParkCause.TENANT
+        # Sessions are parked for need in the order of their last use, so this one would be the last.
+        if cause is ParkCause.NEED and state.move is None and not state.requests:
+            self._pass_host_on(lease, effects)
         self._become_resident(lease, state, now_ns, effects)
         self.cold.on_returned(lease, state, now_ns, effects)
         # The operation that brought the session back was sent before the park was requested, or during it. It has ended

@@ -22,6 +22,9 @@ _COLLAPSE: Final = 25
 """MADV_COLLAPSE (madvise(2), Linux 6.1): replace the range's pages by huge ones now, with the same contents. Each huge
 page needs at least one page that is allocated already."""
 
+_REMOVE: Final = 9
+"""MADV_REMOVE (madvise(2)): give the range's memory back to the host; the file has zeros there."""
+
 _HUGE_BYTES: Final = 2 << 20
 """Size of a huge page where pages have 4 KiB."""
 
@@ -76,6 +79,10 @@ class HugeMapping:
         advise_memory(self.address + start, size_bytes, _COLLAPSE)
         error = advise_memory(self.address + start, size_bytes, _POPULATE_WRITE)
         return "" if error in (0, errno.EINVAL) else os.strerror(error)
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        """Return a part's memory to the host now; where the kernel can't, the host has it once the file is closed."""
+        advise_memory(self.address + start, size_bytes, _REMOVE)
 
     def close(self) -> None:
         """Unmap it. Raises BufferError if its view is used."""

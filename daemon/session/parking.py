@@ -7,7 +7,9 @@ neither native code nor an operation ever runs on a parked session, and a sessio
 The host memory. The broker provides it before the first park. Fresh memory is slow: for a GiB, the host needs 0.2 to
 0.8 s to allocate it and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate as much of the memory
 as the session needs now, and the worker's loop pins what they have populated, one small part at a time, while it has
-nothing else to do. A park that comes before that does the rest itself. The memory is kept for the next park.
+nothing else to do. A park that comes before that does the rest itself. The memory is kept for the next park, until the
+broker drops it because another session needs it. Then the loop unpins it and returns it to the host in the same way,
+one part at a time: for 16 GiB at once, requests would wait for half a second.
 """
 
 import contextlib
@@ -61,6 +63,10 @@ POPULATING_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 IDLE_NS: Final = 50_000_000
 """Time without a request after which the worker's loop pins host memory, because each step can delay a request by 3
 ms."""
+
+RELEASE_NS: Final = 1_000_000_000
+"""Time after which dropped memory is released even if the session is never idle: another session's memory counts in its
+place, so both together may exceed `park_memory`."""
 
 PINS_PAUSE_MS: Final = 5
 """Sleep of the worker's loop between two steps of the preparation, if the threads have not populated the next part
@@ -186,11 +192,36 @@ class HostMemory:
                 self._populated.add(number)
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Unpin and unmap the memory. Raises DriverError, or BufferError if it is in use."""
+    # --- release ---
+
+    def retire(self) -> None:
+        """Prepare no more of it. From now on call only `release_step` and `close`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def release_step(self) -> int | None:
+        """Unpin one step and return its memory to the host.
+
+        Returns the number of milliseconds that the loop may sleep before the next step; None once nothing is left. Then
+        call `close`.
+        """
+        if any(thread.is_alive() for thread in self._threads):
+            # A thread still populates its last step.
+            return PINS_PAUSE_MS
+        number = max(self._pinned, self._prepared_steps) - 1
+        if number < 0:
+            return None
+        if number < self._pinned:
+            self._pinned = number
+            self._context.unpin_host(self._step(number))
+        self._prepared_steps = min(self._prepared_steps, number)
+        self._map.give_back(number * PARK_STEP_BYTES, len(self._step(number)))
+        return 0
+
+    def close(self) -> None:
+        """Unpin and unmap the memory. Raises DriverError, or BufferError if it is in use."""
+        self.retire()
         for thread in self._threads:
             thread.join()
         for number in range(self._pinned):
@@ -238,6 +269,9 @@ class SessionParking:
         self.is_parkable = resources.shows_pages = is_parkable
         self.outbox: deque[Message] = deque()
         self._memory: HostMemory | None = None
+        # Memory that the broker has dropped and that is not released yet, and since when there is some.
+        self._dropped: deque[HostMemory] = deque()
+        self._dropped_ns = 0
         self._report: ParkedReport | None = None
         # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
@@ -266,33 +300,60 @@ class SessionParking:
         """Use this host memory for future parks, in place of any earlier one."""
         if self.is_parked or not self.is_parkable:
             return
-        self._drop_memory()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.retire()
+            self._dropped_ns = self._dropped_ns if self._dropped else time.monotonic_ns()
+            self._dropped.append(memory)
         if len(fds) == 1 and order.size_bytes:
             # Without memory the next park is refused, with that reason.
             with contextlib.suppress(OSError):
                 self._memory = HostMemory(fds[0], order.size_bytes, self._context)
 
     def _drop_memory(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
+        """Release all host memory at once."""
+        if self._memory is not None:
+            self._dropped.append(self._memory)
+            self._memory = None
+        while self._dropped:
             with contextlib.suppress(DriverError):
-                memory.close()
+                self._dropped.popleft().close()
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether dropped memory is not released yet. Then `prepare` must be called even if there is always work."""
+        return bool(self._dropped)
 
     def prepare(self, served_ns: int) -> int | None:
-        """Prepare some of the host memory if the session has been idle. Call this when there is nothing else to do.
+        """Release or prepare some host memory if the session has been idle. Call this when there is nothing else to do.
 
         Args:
             served_ns: When a request was last served, on the monotonic clock.
 
         Returns the number of milliseconds that the worker may sleep; None if there is nothing to prepare.
         """
+        now_ns = time.monotonic_ns()
+        wait_ms = -((now_ns - served_ns - IDLE_NS) // NS_PER_MS)
+        if self._dropped:
+            if wait_ms > 0 and now_ns - self._dropped_ns < RELEASE_NS:
+                return wait_ms
+            return self._release_step()
         if self._memory is None or self.is_parked:
             return None
         self._memory.want(self._context.pages_bytes)
         if not self._memory.is_unprepared:
             return None
-        idle_ns = time.monotonic_ns() - served_ns
-        return self._memory.prepare_step() if idle_ns >= IDLE_NS else -((idle_ns - IDLE_NS) // NS_PER_MS)
+        return wait_ms if wait_ms > 0 else self._memory.prepare_step()
+
+    def _release_step(self) -> int:
+        memory = self._dropped[0]
+        # What the driver fails to unpin is freed with the process.
+        with contextlib.suppress(DriverError):
+            if (pause_ms := memory.release_step()) is not None:
+                return pause_ms
+            memory.close()
+        self._dropped.popleft()
+        return 0
 
     # --- park and return ---
 

@@ -198,11 +198,9 @@ class SessionServer:
                 if not is_asleep:
                     self._ready.add(connection.fd)
             # Step 3: sleep, or only poll if there is work. An idle session prepares for a park before it sleeps.
-            if (
-                not (self._ready or self._received)
-                and (pause_ms := self._session.parking.prepare(served_ns)) is not None
-            ):
-                timeout_ms = min(timeout_ms, pause_ms)
+            if not (self._ready or self._received) or self._session.parking.is_releasing:
+                pause_ms = self._session.parking.prepare(served_ns)
+                timeout_ms = timeout_ms if pause_ms is None else min(timeout_ms, pause_ms)
             ready_fds = {fd for fd, _ in self._await_events(timeout_ms)}
             self._session.pacer.poll()
             for connection in awake:

@@ -271,6 +271,53 @@ def test_the_session_that_is_parked_next_keeps_its_memory(used_last: int) -> Non
     one(effects, ParkSession)
 
 
+def crowded_card(host_bytes: int) -> Scenario:
+    """Of three sessions on a card that holds two, the first was parked for the third, and returns for need of its own.
+
+    The second one is parked for it, so the first and the third are on the card then.
+    """
+    s = scenario(CoreLimits(park_memory_bytes=host_bytes, overcommit=4.0, park_stay_ms=0), 2 * 20 + 3 * OVERHEAD)
+    s.active(1, 20, park_idle_ms=0)
+    s.at(1).active(2, 20, park_idle_ms=0)
+    one(s.at(1).acquire(3, 20, park_idle_ms=0, wait_ms=20_000), ParkSession)
+    leaves(s, 1)
+    s.do(WorkerReady(3))
+    one(s.at(1).do(ReturnWanted(1, number_of(s, 1))), ParkSession)
+    one(leaves(s, 2), ReturnSession)
+    return s
+
+
+def leaves(s: Scenario, lease_id: int) -> list[Effect]:
+    """Have a session leave the card as it was ordered to."""
+    return s.do(SessionParked(lease_id, number_of(s, lease_id), 20)) + s.do(RegionProved(lease_id))
+
+
+def test_a_session_that_returns_leaves_its_memory_to_the_one_that_is_parked_next() -> None:
+    s = crowded_card(2 * GRANULE)
+    effects = s.do(SessionReturned(1, number_of(s, 1), 20))
+    assert kinds(effects) == [LeaseReturned, DropParkMemory, GiveParkMemory]
+    assert effects[1:] == [DropParkMemory(1), GiveParkMemory(3, GRANULE)]
+    assert s.table.parking.host_bytes() == (2 * GRANULE, 2 * GRANULE)
+    # So the next park finds memory that was prepared.
+    effects = s.at(1).do(ReturnWanted(2, number_of(s, 2)))
+    assert one(effects, ParkSession).lease_id == 3
+    assert not {DropParkMemory, GiveParkMemory} & set(kinds(effects))
+
+
+def test_a_session_that_returns_keeps_its_memory_if_the_host_has_more() -> None:
+    s = crowded_card(3 * GRANULE)
+    assert kinds(s.do(SessionReturned(1, number_of(s, 1), 20))) == [LeaseReturned]
+
+
+def test_a_session_that_was_parked_for_nobodys_need_keeps_its_memory() -> None:
+    s = scenario(CoreLimits(park_memory_bytes=GRANULE, overcommit=4.0))
+    s.active(1, park_idle_ms=0)
+    s.at(1).active(2, park_idle_ms=0)
+    parked(s, 1)
+    s.do(ReturnWanted(1, number_of(s, 1)))
+    assert kinds(s.do(SessionReturned(1, number_of(s, 1), 20))) == [LeaseReturned]
+
+
 def test_a_tenants_quota_of_parked_bytes() -> None:
     rules = TenantRules(default=TenantLimits(max_parked_bytes=30))
     s = scenario(CoreLimits(park_memory_bytes=HOST, overcommit=4.0, tenants=rules))

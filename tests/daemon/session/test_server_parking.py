@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.control_page import Counter, sealed_memory
 from gpulease.daemon.contract.messages import (
     EndRegionOrder,
     EndSession,
@@ -751,6 +751,36 @@ def test_a_host_that_gives_no_memory_refuses_the_park_and_the_session_stays() ->
         )
         contents.check(made)
         made.give_memory(MEMORY)
+        made.park(2)
+        made.bring_back(2)
+        contents.check(made)
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_dropped_memory_goes_back_to_the_host_bit_by_bit(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    """While the session is idle, or after some time if it never is."""
+    unpinned: list[int] = []
+    monkeypatch.setattr(CpuContext, "unpin_host", lambda _context, memory: unpinned.append(len(memory)))
+    if not is_idle:
+        monkeypatch.setattr("gpulease.daemon.session.parking.IDLE_NS", MINUTE_NS)
+        monkeypatch.setattr("gpulease.daemon.session.parking.RELEASE_NS", 1_000_000)
+    with worker(is_parkable=True, slice_bytes=4 * PARK_STEP_BYTES) as (made, _):
+        made.alloc(2 * PARK_STEP_BYTES)
+        contents = Contents(made)
+        fd = sealed_memory("park-for-test", 4 * PARK_STEP_BYTES)
+        made.say(ParkMemoryOrder(4 * PARK_STEP_BYTES), fd)
+        made.park()
+        made.bring_back()
+        assert os.fstat(fd).st_blocks * 512 >= 2 * PARK_STEP_BYTES
+        made.say(ParkMemoryOrder())
+        wait_until(lambda: not os.fstat(fd).st_blocks, "the host has its memory back")
+        assert unpinned == [PARK_STEP_BYTES] * 3
+        os.close(fd)
+        contents.check(made)
+        # Memory that is given before the rest of the last one is gone serves the next park.
+        made.give_memory(4 * PARK_STEP_BYTES)
+        made.say(ParkMemoryOrder())
+        made.give_memory(4 * PARK_STEP_BYTES)
         made.park(2)
         made.bring_back(2)
         contents.check(made)
