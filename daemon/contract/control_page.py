@@ -233,6 +233,9 @@ SESSION_TOTALS: Final = (
 )
 """Counters that only grow during a session's life. Metrics add them up."""
 
+SESSION_USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
+"""Counters of which each request that a session serves changes at least one, whichever code serves it."""
+
 MAX_CONNECTIONS: Final = 16
 """Maximum number of connections of a SHARED session. Keeps a tenant from exhausting its worker's descriptors."""
 

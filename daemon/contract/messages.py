@@ -413,9 +413,10 @@ class ResizeSliceOrder(Message):
 # --- parking: broker to worker ---
 
 # The broker gives each park of a session a number that is larger than all earlier ones. Every message here except
-# ParkMemoryOrder has the number of its park. The worker ignores an order that names another park than the current one,
-# and the broker ignores such a report. Both sides may repeat messages. The worker answers an order again that it has
-# already carried out, so a broker that takes a worker over can simply send the order for the state that it needs.
+# ParkMemoryOrder and CopyAheadOrder has the number of its park. The worker ignores an order that names another park
+# than the current one, and the broker ignores such a report. Both sides may repeat messages. The worker answers an
+# order again that it has already carried out, so a broker that takes a worker over can simply send the order for the
+# state that it needs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +431,18 @@ class ParkMemoryOrder(Message):
 
     OP: ClassVar[str] = "park_memory"
     size_bytes: Annotated[int, U64.named("size")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAheadOrder(Message):
+    """Copy the session's pages to its host memory while it is idle, because it may be parked soon.
+
+    The session stays on the card, and the park copies what is left. If the session is used before the park, the worker
+    forgets the copy, and waits for another such order. Workers of earlier versions ignore it. The worker does not
+    reply.
+    """
+
+    OP: ClassVar[str] = "copy_ahead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -903,6 +916,7 @@ ToWorker = (
     | EndRegionOrder
     | ResizeSliceOrder
     | ParkMemoryOrder
+    | CopyAheadOrder
     | ParkOrder
     | ReturnOrder
     | RefuseReturn

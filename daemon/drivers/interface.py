@@ -590,6 +590,27 @@ class Context(Protocol):
             KernelFault: The context is lost, because the driver failed half-way.
         """
 
+    def copy_ahead(self, host: memoryview, end: int) -> bool:
+        """Copy a part of what `park` would copy, and return whether all of it is copied. Never waits.
+
+        No work may be in progress at the first call, and none may begin until `park`; if some has begun, or the bytes
+        have changed otherwise, call `forget_ahead`. `park` with the same `host` then copies only the rest. If memory
+        was allocated or freed since, or a region was opened or ended, the context itself begins again.
+
+        Args:
+            host: As for `park`.
+            end: Only bytes of `host` before this are used.
+
+        Raises:
+            DriverError: Call `forget_ahead`.
+        """
+
+    def forget_ahead(self) -> None:
+        """Forget what `copy_ahead` has copied. Afterwards the context writes nothing to that host memory.
+
+        May wait for the steps in flight, at most a few milliseconds. Raises DriverError.
+        """
+
     def unpark(self, poll: Poll = keep_waiting) -> PageMove:
         """Take memory of the card, and copy the bytes back to where they were; complete on return.
 

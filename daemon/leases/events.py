@@ -1100,6 +1100,16 @@ class DropParkMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyAhead:
+    """Order the worker of a resident session to copy its bytes to its host memory while nobody uses it.
+
+    The session stays on its card. If it is parked before it is used again, the park copies only the rest.
+    """
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveSession:
     """Order the worker of a parked session to send its image. The answer is `SessionImaged` or `SessionStays`.
 
@@ -1455,6 +1465,7 @@ Effect = (
     | RefuseWaitingOperations
     | GiveParkMemory
     | DropParkMemory
+    | CopyAhead
     | LeaseParked
     | LeaseReturned
     | ParkFailed

@@ -12,7 +12,9 @@
 4. Host memory is held for the whole slice: from the grant on if enough is free, otherwise from the order to park on. A
    session on the card keeps its host memory until another one needs it for a park. A session that was parked for
    others' need leaves its memory, when it returns, to those of its card that are parked next, so that it is prepared by
-   then. All of it is returned when the worker's process ends.
+   then. All of it is returned when the worker's process ends. With overcommit, each park for others' need has the
+   session that is parked next copy its bytes ahead while it is idle. It stays on the card, and all rules treat it as if
+   nothing was copied: its worker forgets the copy when the session is used.
 5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
    `park_stay_ms`, and a card has at most `parks_per_minute`, of which some are kept for others' need. With
    `moves_for_need`, sessions are moved to cards that have room for them, and parked only if there are none.
@@ -47,6 +49,7 @@ from gpulease.daemon.leases.direct_moves import NO_PAGES
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
+    CopyAhead,
     DropParkMemory,
     Effect,
     GiveParkMemory,
@@ -211,12 +214,8 @@ class Parking(ParkingViews):
             now_ns: The time.
             others: The parks that are to begin with this one; None without any.
         """
-        if (denial := _check_regions(lease)) is not None:
+        if (denial := _check_work(lease)) is not None:
             return denial
-        if lease.submit_id or lease.own_submit_bytes or lease.next_submit is not None:
-            return denials.has_submit(lease.lease_id)
-        if lease.resize is not None:
-            return denials.is_resizing(lease.lease_id)
         others = others or ParksTogether(self._store)
         return self._check_host(lease, others) or self._check_pace(lease, cause, others.parks + 1, now_ns)
 
@@ -330,6 +329,18 @@ class Parking(ParkingViews):
         for other in receivers:
             self._give_host(other, host_bytes_of(other.terms.size_bytes), effects)
 
+    def _copy_next_ahead(self, card_uuid: str, effects: list[Effect]) -> None:
+        """Have the session of a card that others' need would park next copy its bytes ahead, if it has host memory."""
+        if self._store.limits.overcommit <= 1.0:
+            return
+        on_card = [lease for lease in self._store.parkable.values() if lease.card_uuid == card_uuid]
+        able = [lease for lease in on_card if _is_resident(lease) and _check_work(lease) is None]
+        lease = min(able, key=_used_ns, default=None)
+        if lease is None or lease.park is None:
+            return
+        if lease.park.host_bytes >= host_bytes_of(lease.terms.size_bytes):
+            effects.append(CopyAhead(lease.lease_id))
+
     def _order(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
         state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
@@ -387,6 +398,8 @@ class Parking(ParkingViews):
         for request in state.requests:
             effects.append(SessionParkDone(request, lease.snapshot(), state.moved_bytes))
         state.requests.clear()
+        if state.cause is ParkCause.NEED and state.move is None:
+            self._copy_next_ahead(lease.card_uuid, effects)
         # An operation came while the bytes were being moved.
         if state.is_awaited:
             self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
@@ -562,6 +575,7 @@ class Parking(ParkingViews):
         # Sessions are parked for need in the order of their last use, so this one would be the last.
         if cause is ParkCause.NEED and state.move is None and not state.requests:
             self._pass_host_on(lease, effects)
+            self._copy_next_ahead(lease.card_uuid, effects)
         self._become_resident(lease, state, now_ns, effects)
         self.cold.on_returned(lease, state, now_ns, effects)
         # The operation that brought the session back was sent before the park was requested, or during it. It has ended
@@ -846,6 +860,15 @@ class Parking(ParkingViews):
     def _arm_idle(self, lease: Lease, effects: list[Effect]) -> None:
         if (due_ns := park_due_ns(lease)) is not None:
             arm_park_timer(lease, due_ns, effects)
+
+
+def _check_work(lease: Lease) -> Denial | None:
+    """Return the denial for a park of a lease with a region, submit or resize that prevents it now; else None."""
+    if (denial := _check_regions(lease)) is not None:
+        return denial
+    if lease.submit_id or lease.own_submit_bytes or lease.next_submit is not None:
+        return denials.has_submit(lease.lease_id)
+    return None if lease.resize is None else denials.is_resizing(lease.lease_id)
 
 
 def _check_regions(lease: Lease) -> Denial | None:

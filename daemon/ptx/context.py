@@ -383,6 +383,13 @@ class CpuContext:
         """Copy to host memory, and give the pages back (`Context.park`)."""
         return self._parked.park(host, ready, poll)
 
+    def copy_ahead(self, host: memoryview, end: int) -> bool:
+        """Copy one step, complete on return (`Context.copy_ahead`)."""
+        return self._parked.copy_ahead(host, end)
+
+    def forget_ahead(self) -> None:
+        self._parked.forget_ahead()
+
     def unpark(self, poll: Poll = keep_waiting) -> PageMove:
         """Copy back; the pages exist when they are touched (`Context.unpark`)."""
         return self._parked.unpark(poll)

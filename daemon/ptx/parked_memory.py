@@ -8,14 +8,40 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import msgpack
 
-from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, ImageMismatch, PageMove, Poll
+from gpulease.daemon.drivers.interface import (
+    PARK_STEP_BYTES,
+    DriverError,
+    ImageMismatch,
+    PageMove,
+    Poll,
+    keep_waiting,
+)
 from gpulease.daemon.host.copy_ring import Batch, CopyRing, RingBroken, RingEnd, batches, run
 from gpulease.daemon.ptx.memory import MemoryArena
 from gpulease.daemon.ptx.region_pages import EmbeddedRegions
+
+
+@dataclass(slots=True)
+class _CopyAhead:
+    """A copy of everything to host memory while it stays in place.
+
+    Attributes:
+        host: The host memory.
+        places: The place there of each allocation and region, and its size, by its offset.
+        step: Offset and place of the next step, and its size; None after the last one.
+        steps: The steps after it.
+    """
+
+    host: memoryview
+    places: dict[int, tuple[int, int]]
+    step: tuple[int, int, int] | None
+    steps: Iterator[tuple[int, int, int]]
 
 
 class ParkedMemory:
@@ -32,6 +58,7 @@ class ParkedMemory:
         self._host: memoryview | None = None
         # Of each allocation and region, by its offset in the arena: where its bytes are, and how many.
         self._saved: dict[int, tuple[int, int]] = {}
+        self._ahead: _CopyAhead | None = None
         # The ring through which another context lends its bytes, and the offset and size of each range that comes
         # through the ring.
         self._ring: CopyRing | None = None
@@ -54,8 +81,11 @@ class ParkedMemory:
         began_ns = time.monotonic_ns()
         if len(host) < self.moved_bytes:
             raise DriverError(f"{self.moved_bytes} bytes have no room in the {len(host)} of the host memory")
-        # Step 1: the copy.
-        moved_bytes, saved = self.moved_bytes, self._save(host, ready, poll)
+        # Step 1: the copy, of what was not copied ahead to this memory.
+        ahead, self._ahead = self._copy_ahead_to(host), None
+        moved_bytes, saved = self.moved_bytes, ahead.places
+        for step in ahead.steps if ahead.step is None else chain((ahead.step,), ahead.steps):
+            self._save_step(host, step, ready, poll)
         # Step 2: the pages.
         copied_ns = time.monotonic_ns()
         self._host, self._saved = host, saved
@@ -64,16 +94,39 @@ class ParkedMemory:
             self._arena.memory.discard(address - self._arena.memory.address, size)
         return PageMove(moved_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
 
-    def _save(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> dict[int, tuple[int, int]]:
+    def copy_ahead(self, host: memoryview, end: int) -> bool:
+        """Copy one step before `end` as `park` would; return whether everything is copied."""
+        ahead = self._copy_ahead_to(host)
+        if ahead.step is not None and sum(ahead.step[1:]) <= end:
+            self._save_step(host, ahead.step, _ignore_end, keep_waiting)
+            ahead.step = next(ahead.steps, None)
+        return ahead.step is None
+
+    def _copy_ahead_to(self, host: memoryview) -> _CopyAhead:
+        """Return the copy to this memory; a new one if there is none, or if what it copies has other places by now."""
+        places = self._places()
+        if self._ahead is None or self._ahead.host is not host or self._ahead.places != places:
+            steps = _steps_of(places)
+            self._ahead = _CopyAhead(host, places, next(steps, None), steps)
+        return self._ahead
+
+    def forget_ahead(self) -> None:
+        self._ahead = None
+
+    def _save(self, host: memoryview, poll: Poll) -> dict[int, tuple[int, int]]:
         """Copy everything to `host`. Returns where each allocation and region is there, and its size, by its offset."""
         saved = self._places()
-        for offset, (at, size) in saved.items():
-            source = self._arena.memory.view[offset : offset + size]
-            for start, end in _steps(size):
-                poll()
-                ready(at + end)
-                host[at + start : at + end] = source[start:end]
+        for step in _steps_of(saved):
+            self._save_step(host, step, _ignore_end, poll)
         return saved
+
+    def _save_step(
+        self, host: memoryview, step: tuple[int, int, int], ready: Callable[[int], None], poll: Poll
+    ) -> None:
+        offset, at, size = step
+        poll()
+        ready(at + size)
+        host[at : at + size] = self._arena.memory.view[offset : offset + size]
 
     def _places(self) -> dict[int, tuple[int, int]]:
         """Return the place of each allocation and region in a copy of everything, and its size, by its offset."""
@@ -92,7 +145,7 @@ class ParkedMemory:
         try:
             os.ftruncate(fd, size_bytes)
             with mmap.mmap(fd, size_bytes) as memory, memoryview(memory) as target:
-                self._saved = self._save(target, _ignore_end, poll)
+                self._saved = self._save(target, poll)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError):
@@ -220,6 +273,13 @@ def _ignore_end(end: int) -> None: ...
 
 def _is_done(copied: None) -> bool:
     return True
+
+
+def _steps_of(places: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield offset, place in the copy and size of each step that copies everything."""
+    for offset, (at, size) in places.items():
+        for start, end in _steps(size):
+            yield offset + start, at + start, end - start
 
 
 def _steps(size_bytes: int) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,12 @@ as the session needs now, and the worker's loop pins what they have populated, o
 nothing else to do. A park that comes before that does the rest itself. The memory is kept for the next park, until the
 broker drops it because another session needs it. Then the loop unpins it and returns it to the host in the same way,
 one part at a time: for 16 GiB at once, requests would wait for half a second.
+
+Copying ahead. If the session will probably be parked soon, the broker orders the loop to copy its bytes to the prepared
+host memory while it is idle; the park then copies the rest, and releases the pages. The copy counts only if nothing has
+run since it began. It begins while no work is in progress. From then on only requests and changes of regions can change
+the session's bytes: each request changes the control page's counters (SESSION_USES), and the context itself notices if
+memory is taken or released (`Context.copy_ahead`). Until the park a request is served as if there was no copy.
 """
 
 import contextlib
@@ -21,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.contract.control_page import Counter, Transfer
+from gpulease.daemon.contract.control_page import SESSION_USES, Counter, Transfer
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import (
     MAX_LENT_PAGES,
@@ -74,6 +80,9 @@ yet."""
 
 WANTED_AGAIN_NS: Final = 1_000_000_000
 """Time after which a request to return is repeated, because the broker that received it may have exited."""
+
+AHEAD_PAUSE_MS: Final = 1
+"""Sleep of the worker's loop between two steps of a copy ahead: less than the card needs for a step."""
 
 HELD_POLL_MS: Final = 100
 """Longest sleep while requests wait for a return. If no broker reports that the lease has ended, they are refused at
@@ -143,6 +152,11 @@ class HostMemory:
                 thread = threading.Thread(target=self._populate, name="gpul-populate", daemon=True)
                 thread.start()
                 self._threads.append(thread)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """The size of the memory's beginning that is prepared."""
+        return min(self._pinned * PARK_STEP_BYTES, len(self.view))
 
     @property
     def is_unprepared(self) -> bool:
@@ -230,6 +244,10 @@ class HostMemory:
         os.close(self.fd)
 
 
+class _StillRuns(Exception):
+    """Raised by the driver's poll, in place of a wait, because work of the session is in progress."""
+
+
 class _Refused(Exception):
     """The session can't be parked now. The refusal is reported to the broker."""
 
@@ -272,6 +290,9 @@ class SessionParking:
         # Memory that the broker has dropped and that is not released yet, and since when there is some.
         self._dropped: deque[HostMemory] = deque()
         self._dropped_ns = 0
+        # Whether to copy ahead; and the counts of uses when that copy began, None if there is no copy.
+        self._copies_ahead = False
+        self._ahead_uses: tuple[int, ...] | None = None
         self._report: ParkedReport | None = None
         # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
@@ -300,6 +321,7 @@ class SessionParking:
         """Use this host memory for future parks, in place of any earlier one."""
         if self.is_parked or not self.is_parkable:
             return
+        self._forget_ahead()
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.retire()
@@ -313,6 +335,7 @@ class SessionParking:
     def _drop_memory(self) -> None:
         """Release all host memory at once."""
         if self._memory is not None:
+            self._forget_ahead()
             self._dropped.append(self._memory)
             self._memory = None
         while self._dropped:
@@ -341,9 +364,16 @@ class SessionParking:
         if self._memory is None or self.is_parked:
             return None
         self._memory.want(self._context.pages_bytes)
-        if not self._memory.is_unprepared:
+        is_unprepared = self._memory.is_unprepared
+        if not (is_unprepared or self._copies_ahead):
             return None
-        return wait_ms if wait_ms > 0 else self._memory.prepare_step()
+        if wait_ms > 0:
+            return wait_ms
+        # The card copies the parts that are prepared while the host prepares the next one.
+        pauses_ms = [self._memory.prepare_step()] if is_unprepared else []
+        if self._copies_ahead and self._copy_step(self._memory):
+            pauses_ms.append(AHEAD_PAUSE_MS)
+        return min(pauses_ms, default=None)
 
     def _release_step(self) -> int:
         memory = self._dropped[0]
@@ -354,6 +384,53 @@ class SessionParking:
             memory.close()
         self._dropped.popleft()
         return 0
+
+    # --- copying ahead ---
+
+    def begin_ahead(self) -> None:
+        """Copy the session's bytes to its host memory while it is idle. A copy that still counts goes on."""
+        if self.is_parked or self._memory is None:
+            return
+        if self._ahead_uses != self._uses():
+            self._forget_ahead()
+            self._copies_ahead = True
+
+    def _copy_step(self, memory: HostMemory) -> bool:
+        """Copy a part of the session's bytes ahead; return whether to call this again."""
+        context = self._context
+        try:
+            if self._is_lost() or self._is_moving():
+                raise _StillRuns
+            if self._ahead_uses is None:
+                # Nothing may be in progress, and the context must keep no freed memory, as for a park.
+                self._resources.call_outside_request(lambda: context.sync(_do_not_wait))
+                context.trim(0, _do_not_wait)
+                self._resources.record_usage()
+                self._ahead_uses = self._uses()
+            elif self._ahead_uses != self._uses():
+                raise _StillRuns
+            self._resources.check_lease()
+            is_whole = context.copy_ahead(memory.view, memory.prepared_bytes)
+        except (_StillRuns, LeaseOver, DriverError) as error:
+            self._forget_ahead()
+            if isinstance(error, KernelFault):
+                self._resources.keep_fault(error)
+            return False
+        # Without memory from the host, the rest can't be copied now.
+        self._copies_ahead = not is_whole and (
+            memory.is_unprepared or memory.prepared_bytes >= min(context.pages_bytes, len(memory.view))
+        )
+        return self._copies_ahead
+
+    def _uses(self) -> tuple[int, ...]:
+        return tuple(self._counters[counter] for counter in SESSION_USES)
+
+    def _forget_ahead(self) -> None:
+        self._copies_ahead = False
+        self._ahead_uses = None
+        # If the driver fails here, the context is lost, and the next request reports that.
+        with contextlib.suppress(DriverError):
+            self._context.forget_ahead()
 
     # --- park and return ---
 
@@ -397,15 +474,22 @@ class SessionParking:
         self._resources.call_outside_request(lambda: context.sync(lambda: self._check_time(order.until_ns)))
         context.trim(0, self._resources.check_lease)
         self._resources.record_usage()
+        # What was copied ahead counts if the session was not used since.
+        if self._ahead_uses != self._uses():
+            self._forget_ahead()
         if memory is None or len(memory.view) < context.pages_bytes:
             raise _Refused(ParkRefusal.NO_MEMORY, "it has too little host memory, or none")
         waited_ns = time.monotonic_ns() - began_ns
         if order.in_place and context.can_lend():
+            self._forget_ahead()
             kept_bytes = self._resources.ledger.fixed_bytes
             return ParkedReport(order.number, context.pages_bytes, 0, waited_ns, 0, 0, kept_bytes, in_place=True)
         # Step 3: move the bytes. The broker compares them with the driver's free memory before and after.
         before_bytes = context.free_bytes()
-        moved = context.park(memory.view, memory.ready, self._resources.check_lease)
+        try:
+            moved = context.park(memory.view, memory.ready, self._resources.check_lease)
+        finally:
+            self._forget_ahead()
         shown_bytes = context.free_bytes() - before_bytes
         kept_bytes = self._resources.ledger.fixed_bytes
         return ParkedReport(
@@ -637,3 +721,7 @@ class SessionParking:
         self.end_lending()
         self._close_borrowed()
         self._drop_memory()
+
+
+def _do_not_wait() -> None:
+    raise _StillRuns

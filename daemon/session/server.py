@@ -25,6 +25,7 @@ from gpulease.daemon.contract.messages import (
     AdoptOrder,
     Attached,
     AttachOrder,
+    CopyAheadOrder,
     EndRegionOrder,
     EndSession,
     Faulted,
@@ -388,6 +389,8 @@ class SessionServer:
         match message:
             case ParkMemoryOrder():
                 parking.use_memory(message, fds)
+            case CopyAheadOrder():
+                parking.begin_ahead()
             case ParkOrder():
                 self._stay()
                 if self._serve_before_park(message):

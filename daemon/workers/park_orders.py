@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.contract import messages
-from gpulease.daemon.contract.control_page import Counter, sealed_memory
+from gpulease.daemon.contract.control_page import SESSION_USES, Counter, sealed_memory
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
     AdoptSession,
+    CopyAhead,
     DropParkMemory,
     Event,
     GiveParkMemory,
@@ -51,8 +52,6 @@ be parked later than its idle time requires, by up to this time."""
 
 STAY_AGAIN_S: Final = 0.05
 """Seconds before an order to stay is sent again if the worker's channel was full."""
-
-_USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
 
 _IS_FULL: Final = "its worker accepts no orders now"
 
@@ -114,6 +113,10 @@ class ParkOrders:
 
     def drop_memory(self, order: DropParkMemory) -> None:
         self._send(order.lease_id, messages.ParkMemoryOrder())
+
+    def copy_ahead(self, order: CopyAhead) -> None:
+        # A worker that does not receive this, or does not know it, copies everything when it parks its session.
+        self._send(order.lease_id, messages.CopyAheadOrder())
 
     def park(self, order: ParkSession) -> None:
         until_ns = time.monotonic_ns() + order.grace_ms * NS_PER_MS
@@ -240,7 +243,7 @@ class ParkOrders:
             worker = self._workers.worker(lease_id)
             if worker is None:
                 continue
-            uses[lease_id] = tuple(worker.page.counter(counter) for counter in _USES)
+            uses[lease_id] = tuple(worker.page.counter(counter) for counter in SESSION_USES)
             # A long-running kernel counts as use, too.
             if uses[lease_id] != self._uses.get(lease_id) or worker.page.counter(Counter.KERNEL_SINCE_NS):
                 used.append(lease_id)

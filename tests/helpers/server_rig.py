@@ -90,6 +90,7 @@ class Tenant:
     reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_PAYLOAD_BYTES))
     ring: Ring | None = None
     last: int = 0
+    last_module: int = 0
 
     def next_frame(self, op: Opcode, body: Body, *, quiet: bool = False) -> bytes:
         """Return the frame of the next request, without sending it."""
@@ -161,6 +162,7 @@ class Tenant:
     def load(self, image: bytes) -> int:
         loaded = self.ask(Opcode.MODULE_LOAD, ModuleLoad(image))
         assert isinstance(loaded, ModuleLoaded), loaded
+        self.last_module = loaded.module
         return loaded.module
 
     def launch(

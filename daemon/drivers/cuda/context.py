@@ -303,6 +303,9 @@ class CudaContext:
         blocks, dropped = self._blocks, list[tuple[Any, int]]()
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
             dropped.append(blocks.drop_oldest())
+        # Parts of shared pages change without being released.
+        if dropped:
+            self._pages.forget_ahead()
         # The driver may pass parts of their pages unchanged to this process's next lease, so they are zeroed first.
         for allocation, size_bytes in dropped if self._wipes_memory else ():
             self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
@@ -456,6 +459,13 @@ class CudaContext:
             return self._pages.park(host, ready, poll)
         except DriverError as error:
             raise self._torn(error) from None
+
+    def copy_ahead(self, host: memoryview, end: int) -> bool:
+        """Begin a step of the copy, in the stream of the pages (mapped_pages.py)."""
+        return self._pages.copy_ahead(host, end)
+
+    def forget_ahead(self) -> None:
+        self._pages.forget_ahead()
 
     def unpark(self, poll: Poll = keep_waiting) -> PageMove:
         """Take new pages for the bytes (mapped_pages.py).

@@ -8,6 +8,10 @@ Parking. All pieces are copied to host memory, one after another, unmapped and r
 made only to the records and to the copy: bytes that are dropped are zeroed in the copy, and mappings are only recorded.
 The return takes new memory, maps it where the pieces were, and copies the bytes back.
 
+Copying ahead. While nothing runs, the bytes of a session that stays on the card can be copied to host memory, one step
+after another, so that a park has less left to copy. Every call that changes a piece, or what is mapped, makes that copy
+void first. The caller knows when kernels and copies may have changed the bytes.
+
 Lending. A session that moves to a card that can read this one's memory (a peer) leaves its bytes where they are: large
 pieces are exported as descriptors, and the others are copied to host memory as by a park. The process on the other card
 imports the pieces, maps them next to its own, and copies them from card to card; then it unmaps and closes them. It
@@ -26,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES
@@ -45,6 +50,10 @@ driver 580)."""
 STEPS_AHEAD: Final = 4
 """Maximum number of steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy
 that is given up ends within milliseconds."""
+
+QUIET_STEPS: Final = 2
+"""STEPS_AHEAD while the session stays on the card: a request that takes or releases pages waits for these steps, for at
+most 2.4 ms. While one is copied, the worker's loop may sleep for a millisecond."""
 
 THREADS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Threads that copy host memory into a ring. The driver copies memory that is not pinned in one thread, at 6 GB/s, and
@@ -77,6 +86,33 @@ class Piece:
     zeroed_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A part of a piece to copy, and the position in host memory, or in what is lent, at which it ends."""
+
+    target: int
+    source: int
+    size_bytes: int
+    end: int
+
+
+@dataclass(slots=True)
+class _CopyAhead:
+    """A copy of all pieces while they stay on the card.
+
+    Attributes:
+        host: The host memory.
+        step: The next step; None after the last one.
+        steps: The steps after it.
+        in_flight: The events after the steps that have begun.
+    """
+
+    host: memoryview
+    step: _Step | None
+    steps: Iterator[_Step]
+    in_flight: deque[Any]
+
+
 class MappedPages:
     """The pieces of one context.
 
@@ -99,6 +135,7 @@ class MappedPages:
         # In the order in which they were taken, which is the order of their bytes in the host memory.
         self._pieces: dict[Piece, None] = {}
         self._host: memoryview | None = None
+        self._ahead: _CopyAhead | None = None
         # Descriptors of another process's pieces that no piece here has yet.
         self._lent_fds: list[int] = []
         # The ring through which another process lends its pieces, and the list of these pieces.
@@ -148,6 +185,7 @@ class MappedPages:
         """Allocate memory on the card. Raises MemoryRefused."""
         if self.is_parked:
             raise DriverError("the session is parked")
+        self.forget_ahead()
         piece = Piece(size_bytes, self._create(size_bytes))
         self._pieces[piece] = None
         self.held_bytes += size_bytes
@@ -156,6 +194,7 @@ class MappedPages:
 
     def map(self, piece: Piece, address: int, size_bytes: int) -> None:
         """Map the beginning of a piece into reserved addresses."""
+        self.forget_ahead()
         if not self.is_parked:
             self.check(self._api.cuMemMap(address, size_bytes, 0, piece.handle, 0))
         piece.mappings.append((address, size_bytes))
@@ -173,6 +212,7 @@ class MappedPages:
         if self._host is not None:
             self._wipe(piece, min(size_bytes, piece.size_bytes))
             return
+        self.forget_ahead()
         self.check(self._api.cuMemsetD8Async(address, 0, size_bytes, OWN_STREAM))
 
     def is_zeroed(self) -> bool:
@@ -191,6 +231,7 @@ class MappedPages:
 
         If a call fails, `mappings` still has those that remain.
         """
+        self.forget_ahead()
         while piece.mappings:
             if not self.is_parked:
                 self.check(self._api.cuMemUnmap(*piece.mappings[-1]))
@@ -198,6 +239,7 @@ class MappedPages:
 
     def release(self, piece: Piece) -> None:
         """Release a piece to the card. Its memory is free once no mapping is left."""
+        self.forget_ahead()
         if piece.handle is not None:
             self.check(self._api.cuMemRelease(piece.handle))
         elif piece.is_lent:
@@ -222,11 +264,11 @@ class MappedPages:
             ready: Called before bytes of `host` up to its argument are used.
             poll: May raise to give up, which leaves everything as it was.
         """
-        # Step 1: the copy. Until its end nothing has changed.
-        began_ns, at = time.monotonic_ns(), 0
-        for piece in self._pieces:
-            piece.saved_at, at = at, at + piece.size_bytes
-        self._copy(self._pieces, self._api.cuMemcpyDtoHAsync, _start_of(host), ready, poll, is_out=True)
+        # Step 1: the copy. Until its end nothing has changed. What was copied ahead to this memory is copied already.
+        began_ns = time.monotonic_ns()
+        ahead, self._ahead = self._copy_ahead_to(host), None
+        steps = ahead.steps if ahead.step is None else chain((ahead.step,), ahead.steps)
+        self._copy(steps, self._api.cuMemcpyDtoHAsync, ready, poll, ahead.in_flight)
         copied_ns = time.monotonic_ns()
         # Step 2: leave the card. If a call fails here, the session is half unmapped and can't continue.
         self.is_broken = True
@@ -237,6 +279,40 @@ class MappedPages:
             piece.handle = None
         self._host, self.is_broken = host, False
         return PageMove(self.held_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+
+    def copy_ahead(self, host: memoryview, end: int) -> bool:
+        """Begin to copy the next steps of all pieces to `host`, before `end`, as `park` would; never wait for them.
+
+        Returns whether everything is copied. Nothing may be in progress.
+        """
+        ahead = self._copy_ahead_to(host)
+        while ahead.in_flight and self._is_copied(ahead.in_flight[0]):
+            ahead.in_flight.popleft()
+        while (step := ahead.step) is not None and step.end <= end and len(ahead.in_flight) < QUIET_STEPS:
+            self._begin_step(step, self._api.cuMemcpyDtoHAsync, ahead.in_flight)
+            ahead.step = next(ahead.steps, None)
+        return ahead.step is None and not ahead.in_flight
+
+    def _copy_ahead_to(self, host: memoryview) -> _CopyAhead:
+        """Return the copy to this host memory; a new one, of which nothing is copied, if there is none."""
+        if self._ahead is None or self._ahead.host is not host:
+            self.forget_ahead()
+            self._place_all()
+            steps = self._steps_of(list(self._pieces), _start_of(host), is_out=True)
+            self._ahead = _CopyAhead(host, next(steps, None), steps, deque())
+        return self._ahead
+
+    def forget_ahead(self) -> None:
+        """Forget what was copied ahead. Afterwards nothing is written to that host memory."""
+        ahead, self._ahead = self._ahead, None
+        while ahead is not None and ahead.in_flight:
+            self._await(ahead.in_flight.popleft(), _ignore)
+
+    def _place_all(self) -> None:
+        """Give each piece its place in a copy of all."""
+        at = 0
+        for piece in self._pieces:
+            piece.saved_at, at = at, at + piece.size_bytes
 
     def can_lend(self) -> bool:
         # If a piece is mapped nowhere, it belongs to a region with an end that failed.
@@ -249,12 +325,13 @@ class MappedPages:
         `park`.
         """
         fds: list[int] = []
-        kind, at = self._lent_kind, 0
-        for piece in self._pieces:
-            piece.saved_at, at = at, at + piece.size_bytes
+        kind = self._lent_kind
+        self.forget_ahead()
+        self._place_all()
         lent = self._lent_pieces(most)
         others = [piece for piece in self._pieces if piece not in lent]
-        self._copy(others, self._api.cuMemcpyDtoHAsync, _start_of(host), ready, poll, is_out=True)
+        steps = self._steps_of(others, _start_of(host), is_out=True)
+        self._copy(steps, self._api.cuMemcpyDtoHAsync, ready, poll)
         try:
             for piece in lent:
                 fds.append(int(self.check(self._api.cuMemExportToShareableHandle(piece.handle, kind, 0))))
@@ -266,9 +343,8 @@ class MappedPages:
 
     def fill_ring(self, ring: CopyRing) -> RingEnd:
         """Lend all pieces through a ring, for `adopt` in another process; return the end that fills it."""
-        at = 0
-        for piece in self._pieces:
-            piece.saved_at, at = at, at + piece.size_bytes
+        self.forget_ahead()
+        self._place_all()
         self.is_lent = True
         return self._card_end(ring, list(self._pieces), fills=True)
 
@@ -359,7 +435,8 @@ class MappedPages:
             elif len(saved) < len(self._pieces):
                 self._copy_lent(poll)
             if saved and (is_pinned or not self._copy_by_threads(saved, host, poll)):
-                self._copy(saved, self._api.cuMemcpyHtoDAsync, _start_of(host), lambda end: None, poll, is_out=False)
+                steps = self._steps_of(saved, _start_of(host), is_out=False)
+                self._copy(steps, self._api.cuMemcpyHtoDAsync, _ignore_end, poll)
         except BaseException:
             self._undo_take()
             raise
@@ -383,7 +460,8 @@ class MappedPages:
                 mapped[-1] = (start + piece.saved_at, piece.size_bytes, handle)
                 self._allow(start + piece.saved_at, piece.size_bytes)
             # Step 2: copy. Also zero the bytes of regions that ended in the meantime.
-            self._copy(lent, self._api.cuMemcpyDtoDAsync, start, lambda end: None, poll, is_out=False)
+            steps = self._steps_of(lent, start, is_out=False)
+            self._copy(steps, self._api.cuMemcpyDtoDAsync, _ignore_end, poll)
             self._zero_again(lent)
         finally:
             # Step 3: unmap and close them. Without that this process would hold memory of another card, so a call that
@@ -512,42 +590,48 @@ class MappedPages:
         if end:
             yield start, end - start
 
-    def _copy(
-        self,
-        pieces: Iterable[Piece],
-        copy: Any,
-        start: int,
-        ready: Callable[[int], None],
-        poll: Poll,
-        *,
-        is_out: bool,
-    ) -> None:
-        """Copy pieces in steps of at most PARK_STEP_BYTES, which match the parts of host memory that are pinned.
+    def _steps_of(self, pieces: Iterable[Piece], start: int, *, is_out: bool) -> Iterator[_Step]:
+        """Yield the steps of a copy, of at most PARK_STEP_BYTES, which match the parts of host memory that are pinned.
 
         `start`: The address from which each piece's `saved_at` counts.
         """
-        in_flight: deque[Any] = deque()
+        for piece in pieces:
+            # A region with an end that failed may have memory at no address: nothing can read that.
+            if not piece.mappings:
+                continue
+            (address, _), done = piece.mappings[0], 0
+            while done < piece.size_bytes:
+                at = piece.saved_at + done
+                end = min(piece.saved_at + piece.size_bytes, (at // PARK_STEP_BYTES + 1) * PARK_STEP_BYTES)
+                target, source = (start + at, address + done) if is_out else (address + done, start + at)
+                yield _Step(target, source, end - at, end)
+                done += end - at
+
+    def _copy(
+        self,
+        steps: Iterable[_Step],
+        copy: Any,
+        ready: Callable[[int], None],
+        poll: Poll,
+        in_flight: deque[Any] | None = None,
+    ) -> None:
+        """Copy these steps, and wait for them and for those that are in flight already."""
+        in_flight = deque() if in_flight is None else in_flight
         try:
-            for piece in pieces:
-                # A region with an end that failed may have memory at no address: nothing can read that.
-                if not piece.mappings:
-                    continue
-                (address, _), done = piece.mappings[0], 0
-                while done < piece.size_bytes:
-                    at = piece.saved_at + done
-                    end = min(piece.saved_at + piece.size_bytes, (at // PARK_STEP_BYTES + 1) * PARK_STEP_BYTES)
-                    # The host prepares this step while the card copies the previous ones.
-                    ready(end)
-                    source, target = (start + at, address + done) if is_out else (address + done, start + at)
-                    self.check(copy(source, target, end - at, OWN_STREAM))
-                    done += end - at
-                    in_flight.append(self._record())
-                    if len(in_flight) == STEPS_AHEAD:
-                        self._await(in_flight.popleft(), poll)
+            for step in steps:
+                # The host prepares this step while the card copies the previous ones.
+                ready(step.end)
+                self._begin_step(step, copy, in_flight)
+                if len(in_flight) == STEPS_AHEAD:
+                    self._await(in_flight.popleft(), poll)
         finally:
             # Wait even if the copy is given up: nothing may be written to the host memory after this call.
             while in_flight:
                 self._await(in_flight.popleft(), lambda: None)
+
+    def _begin_step(self, step: _Step, copy: Any, in_flight: deque[Any]) -> None:
+        self.check(copy(step.target, step.source, step.size_bytes, OWN_STREAM))
+        in_flight.append(self._record())
 
     def _record(self) -> Any:
         event = self._events.pop() if self._events else self.check(self._api.cuEventCreate(_DISABLE_TIMING))
@@ -625,6 +709,9 @@ def _has_filled(filling: "Future[None]") -> bool:
 
 
 def _ignore() -> None: ...
+
+
+def _ignore_end(end: int) -> None: ...
 
 
 _DISABLE_TIMING: Final = 2

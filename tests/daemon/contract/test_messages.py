@@ -179,6 +179,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.EndRegionOrder(10, 50), {"op": "end_region", "lease": LEASE, "grace": 50}),
     (TO_WORKER, messages.ResizeSliceOrder(1 << 30), {"op": "resize", "size": 1 << 30}),
     (TO_WORKER, messages.ParkMemoryOrder(1 << 30), {"op": "park_memory", "size": 1 << 30}),
+    (TO_WORKER, messages.CopyAheadOrder(), {"op": "copy_ahead"}),
     (TO_WORKER, messages.ParkOrder(4, 5), {"op": "park", "number": 4, "until": 5, "in_place": False}),
     (TO_WORKER, messages.ParkOrder(4, 5, True), {"op": "park", "number": 4, "until": 5, "in_place": True}),
     (TO_WORKER, messages.ReturnOrder(4), {"op": "return", "number": 4}),

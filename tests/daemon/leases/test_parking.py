@@ -13,6 +13,7 @@ from gpulease.daemon.leases import (
     ArmTimer,
     Card,
     Cause,
+    CopyAhead,
     CoreLimits,
     DenialReason,
     DrainRequested,
@@ -295,8 +296,8 @@ def leaves(s: Scenario, lease_id: int) -> list[Effect]:
 def test_a_session_that_returns_leaves_its_memory_to_the_one_that_is_parked_next() -> None:
     s = crowded_card(2 * GRANULE)
     effects = s.do(SessionReturned(1, number_of(s, 1), 20))
-    assert kinds(effects) == [LeaseReturned, DropParkMemory, GiveParkMemory]
-    assert effects[1:] == [DropParkMemory(1), GiveParkMemory(3, GRANULE)]
+    assert kinds(effects) == [LeaseReturned, DropParkMemory, GiveParkMemory, CopyAhead]
+    assert effects[1:] == [DropParkMemory(1), GiveParkMemory(3, GRANULE), CopyAhead(3)]
     assert s.table.parking.host_bytes() == (2 * GRANULE, 2 * GRANULE)
     # So the next park finds memory that was prepared.
     effects = s.at(1).do(ReturnWanted(2, number_of(s, 2)))
@@ -306,7 +307,49 @@ def test_a_session_that_returns_leaves_its_memory_to_the_one_that_is_parked_next
 
 def test_a_session_that_returns_keeps_its_memory_if_the_host_has_more() -> None:
     s = crowded_card(3 * GRANULE)
-    assert kinds(s.do(SessionReturned(1, number_of(s, 1), 20))) == [LeaseReturned]
+    effects = s.do(SessionReturned(1, number_of(s, 1), 20))
+    assert not {DropParkMemory, GiveParkMemory} & set(kinds(effects))
+
+
+def test_need_has_the_session_that_is_parked_next_copy_its_bytes_ahead() -> None:
+    """It begins when the first one has left the card, so that one session's return runs beside it."""
+    s = scenario(CoreLimits(park_memory_bytes=4 * GRANULE, overcommit=4.0, park_stay_ms=0), 3 * 20 + 4 * OVERHEAD)
+    for lease_id in (1, 2, 3):
+        s.at(1).active(lease_id, 20, park_idle_ms=0)
+    s.at(1).do(SessionsUsed((2,)))
+    one(s.at(1).acquire(4, 20, park_idle_ms=0, wait_ms=20_000), ParkSession)
+    assert one(leaves(s, 1), CopyAhead).lease_id == 3
+    s.do(WorkerReady(4))
+    # It is on the card as before, and its use is all that decides.
+    assert phase(s, 3) is ParkPhase.RESIDENT
+    s.at(1).do(SessionsUsed((3,)))
+    assert one(s.at(1).do(ReturnWanted(1, number_of(s, 1))), ParkSession).lease_id == 2
+    assert one(leaves(s, 2), CopyAhead).lease_id == 4
+    assert one(s.do(SessionReturned(1, number_of(s, 1), 20)), CopyAhead).lease_id == 4
+
+
+def test_a_session_with_a_region_in_doubt_or_without_memory_copies_nothing_ahead() -> None:
+    s = scenario(CoreLimits(park_memory_bytes=2 * GRANULE, overcommit=4.0, park_stay_ms=0), 2 * 20 + 3 * OVERHEAD)
+    s.active(1, 20, park_idle_ms=0)
+    s.at(1).active(2, 20, park_idle_ms=0)
+    one(s.do(RegionRequested(9, 2, 100, "ann", "ann", 8, 60_000, 1)), OpenRegion)
+    one(s.at(1).acquire(3, 20, park_idle_ms=0, wait_ms=20_000), ParkSession)
+    assert CopyAhead not in kinds(leaves(s, 1))
+
+
+@pytest.mark.parametrize("why", ["no overcommit", "no need"])
+def test_without_overcommit_or_need_nothing_is_copied_ahead(why: str) -> None:
+    overcommit = 1.0 if why == "no overcommit" else 4.0
+    s = scenario(CoreLimits(park_memory_bytes=4 * GRANULE, overcommit=overcommit, park_stay_ms=0), 40 + 3 * OVERHEAD)
+    s.active(1, 20, park_idle_ms=0)
+    s.at(1).active(2, 20, park_idle_ms=0)
+    if why == "no need":
+        one(s.do(ParkRequested(7, 1, "ann")), ParkSession)
+    else:
+        one(s.at(1).acquire(3, 20, wait_ms=20_000), ParkSession)
+    effects = leaves(s, 1)
+    one(effects, LeaseParked)
+    assert CopyAhead not in kinds(effects)
 
 
 def test_a_session_that_was_parked_for_nobodys_need_keeps_its_memory() -> None:

@@ -20,6 +20,7 @@ from gpulease.daemon.leases import (
     ArmTimer,
     Card,
     Cause,
+    CopyAhead,
     CoreLimits,
     DrainCancelled,
     DrainRequested,
@@ -369,6 +370,14 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     self.tail[-1].kills.append(worker_id)
             case ProveReclaimed(worker_id=worker_id):
                 self.kills.append(-worker_id)
+            case CopyAhead(lease_id):
+                # The worker keeps serving, or ignores the order: nothing else may depend on it.
+                ahead = self.table._store.parkable[lease_id].park
+                assert ahead is not None
+                # The same event may park it, or take its host memory, for the next one that waits.
+                assert ahead.phase in (ParkPhase.RESIDENT, ParkPhase.PARKING), "a session was copied that is not there"
+                if lease_id in self.workers:
+                    self.workers[lease_id].orders.append(effect)
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
                 if isinstance(effect, ParkSession) and (parked := self.table.get(lease_id)) is not None:
                     self.parks[parked.card_uuid].append(self.now_ns)

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpulease.daemon.contract.control_page import Counter, sealed_memory
+from gpulease.daemon.contract.control_page import SESSION_USES, Counter, sealed_memory
 from gpulease.daemon.contract.messages import (
+    CopyAheadOrder,
     EndRegionOrder,
     EndSession,
     ImagedReport,
@@ -41,6 +43,7 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, PageMove, Poll
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.parked_memory import ParkedMemory
 from gpulease.daemon.session import connection
 from gpulease.daemon.session.connection import AttachedConnection
 from gpulease.daemon.session.huge_mapping import HugeMapping
@@ -806,6 +809,240 @@ def huge_bytes_at(address: int) -> int:
         lines = iter(maps)
         next(line for line in lines if line.startswith(f"{address:x}-"))
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
+
+
+# --- copying ahead ---
+
+
+AHEAD_STEP = 1 << 20
+"""The size of a step in these tests, so that the contents take several."""
+
+
+class Copies:
+    """Counts the steps that parks and copies ahead of them copy, and can hold a copy ahead back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = 0
+        self.is_whole = False
+        self.allowed = 1 << 30
+        save, copy_ahead = ParkedMemory._save_step, CpuContext.copy_ahead
+
+        def count(memory: ParkedMemory, *args: Any) -> None:
+            self.steps += 1
+            save(memory, *args)
+
+        def hold_back(context: CpuContext, host: memoryview, end: int) -> bool:
+            self.is_whole = copy_ahead(context, host, end if self.steps < self.allowed else 0)
+            return self.is_whole
+
+        monkeypatch.setattr(ParkedMemory, "_save_step", count)
+        monkeypatch.setattr(CpuContext, "copy_ahead", hold_back)
+        monkeypatch.setattr("gpulease.daemon.ptx.parked_memory.PARK_STEP_BYTES", AHEAD_STEP)
+
+    def await_steps(self, steps: int) -> None:
+        wait_until(lambda: self.steps == steps, f"{steps} steps are copied")
+
+    def await_whole(self) -> None:
+        wait_until(lambda: self.is_whole, "everything is copied")
+
+
+STEPS = sum(-(-size // AHEAD_STEP) for size in SIZES_OF_ALLOCATIONS)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    return Copies(monkeypatch)
+
+
+def test_a_park_has_nothing_left_to_copy_after_a_copy_ahead(copies: Copies) -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        for number in (1, 2):
+            copies.is_whole, before = False, copies.steps
+            made.say(CopyAheadOrder())
+            copies.await_whole()
+            # A copy that counts is not made again.
+            made.say(CopyAheadOrder())
+            assert made.park(number).moved_bytes == sum(SIZES_OF_ALLOCATIONS)
+            assert copies.steps - before == STEPS
+            made.bring_back(number)
+            contents.check(made)
+
+
+def test_a_park_copies_the_rest_of_a_copy_ahead(copies: Copies) -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        for number in range(1, STEPS):
+            copies.steps, copies.allowed = 0, number
+            made.say(CopyAheadOrder())
+            copies.await_steps(number)
+            made.park(number)
+            assert copies.steps == STEPS
+            made.bring_back(number)
+            contents.check(made)
+
+
+def use(made: Worker, name: str, handle: int, other: int) -> None:
+    match name:
+        case "launch":
+            made.launch(made.last_module, "count", struct.pack("<Q", handle), (8,))
+        case "quiet write":
+            made.send(Opcode.MEM_WRITE, MemWrite(handle, 8, b"y"), quiet=True)
+        case _:
+            made.ask(*REQUESTS[name](handle, other))
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, "launch", "quiet write"])
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_any_use_makes_a_copy_ahead_void(copies: Copies, name: str, ring: bool, is_whole: bool) -> None:
+    """Whatever serves it, native code or Python: the park copies everything as it is now."""
+    with worker(is_parkable=True, is_native=ring, ring=ring) as (made, _):
+        handle, other, spare = made.alloc(2 * AHEAD_STEP), made.alloc(100), made.alloc(3 * AHEAD_STEP)
+        made.load(POINTERS)
+        # Two of the same kind, so that native code knows the second.
+        for _ in range(2):
+            use(made, "launch", handle, other)
+            use(made, "quiet write", handle, other)
+        assert made.ask(Opcode.SYNC, Empty()) == Empty()
+        made.write(spare, 0, b"spare")
+        made.give_memory(MEMORY)
+        copies.allowed = 1 << 30 if is_whole else 3
+        made.say(CopyAheadOrder())
+        if is_whole:
+            copies.await_whole()
+        else:
+            copies.await_steps(3)
+        use(made, name, handle, other)
+        before = made.read(handle, 0, 16) if name == "read" else None
+        copies.steps = 0
+        made.park()
+        assert copies.steps > 5, "the park took the copy for what is on the card"
+        made.bring_back()
+        if name != "reset":
+            count, text = struct.unpack("<Q", made.read(handle, 0, 8))[0], made.read(handle, 8, 1)
+            assert (count, text) == (8 if name == "launch" else 7, b"x" if name == "write" else b"y")
+            assert before in (None, made.read(handle, 0, 16))
+            assert made.read(spare, 0, 5) == b"spare"
+
+
+def test_nothing_is_copied_ahead_while_work_runs(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may change the bytes after they were copied."""
+    is_running, looked = True, threading.Event()
+    real = CpuContext.sync
+
+    def sync(context: CpuContext, poll: Poll) -> None:
+        looked.set()
+        while is_running:
+            poll()
+            time.sleep(0.001)
+        real(context, poll)
+
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        with monkeypatch.context() as patched:
+            patched.setattr(CpuContext, "sync", sync)
+            made.say(CopyAheadOrder())
+            assert looked.wait(LIMIT_S)
+            # The worker serves on, and does not look again.
+            assert made.ask(Opcode.PING, Ping(7)) == Ping(7)
+            is_running = False
+        made.park()
+        assert copies.steps == STEPS
+        made.bring_back()
+        contents.check(made)
+
+
+def test_a_region_that_opens_or_ends_makes_a_copy_ahead_void(copies: Copies) -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        made.say(CopyAheadOrder())
+        copies.await_whole()
+        made.open_region(GRANULE)
+        copies.steps = 0
+        made.park()
+        assert copies.steps == STEPS + GRANULE // AHEAD_STEP
+        made.bring_back()
+        copies.is_whole = False
+        made.say(CopyAheadOrder())
+        copies.await_whole()
+        made.writer.set(0, 1, RegionWord.REVOKED, 0)
+        made.say(EndRegionOrder(REGION, 1000))
+        made.hear(RegionEndedReport)
+        copies.steps = 0
+        made.park(2)
+        assert copies.steps == STEPS
+        made.bring_back(2)
+        contents.check(made)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_copy_ahead_ends_with_its_host_memory(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """A card may still write there, so that is awaited before the memory is unpinned."""
+    calls: list[str] = []
+    monkeypatch.setattr(CpuContext, "unpin_host", lambda *_args: calls.append("unpin"))
+    forget = CpuContext.forget_ahead
+
+    def note_forget(context: CpuContext) -> None:
+        calls.append("forget")
+        forget(context)
+
+    monkeypatch.setattr(CpuContext, "forget_ahead", note_forget)
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        copies.allowed = 4
+        made.say(CopyAheadOrder())
+        copies.await_steps(4)
+        calls.clear()
+        made.say(ParkMemoryOrder())
+        wait_until(lambda: "unpin" in calls, "the memory is released")
+        assert calls[0] == "forget"
+        if is_replaced:
+            copies.steps = 0
+            made.give_memory(MEMORY)
+            made.park()
+            assert copies.steps == STEPS
+            made.bring_back()
+        else:
+            assert refused(made).why is ParkRefusal.NO_MEMORY
+        contents.check(made)
+
+
+def test_a_copy_ahead_is_no_use_of_the_session(copies: Copies) -> None:
+    """Nor does it change what the broker sees of it."""
+    with worker(is_parkable=True) as (made, _):
+        Contents(made)
+        made.give_memory(MEMORY)
+        uses = [made.page.counter(counter) for counter in SESSION_USES]
+        made.say(CopyAheadOrder())
+        copies.await_whole()
+        assert [made.page.counter(counter) for counter in SESSION_USES] == uses
+        assert (made.page.counter(Counter.KERNEL_SINCE_NS), made.page.counter(Counter.PARK_NUMBER)) == (0, 0)
+
+
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_an_order_to_copy_ahead_that_comes_late_changes_nothing(copies: Copies, has_memory: bool) -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        if has_memory:
+            made.give_memory(MEMORY)
+            made.park()
+        made.say(CopyAheadOrder())
+        if not has_memory:
+            made.give_memory(MEMORY)
+            made.park()
+        assert copies.steps == STEPS
+        made.bring_back()
+        contents.check(made)
+        time.sleep(0.1)
+        assert copies.steps == STEPS
 
 
 # --- a storm ---

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.drivers.cuda import mapped_pages
-from gpulease.daemon.drivers.cuda.mapped_pages import STEPS_AHEAD, MappedPages
+from gpulease.daemon.drivers.cuda.mapped_pages import QUIET_STEPS, STEPS_AHEAD, MappedPages
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
 from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
@@ -118,6 +118,100 @@ def test_all_pages_leave_the_card_and_return_to_their_addresses() -> None:
     # Each step was prepared before the card wrote there.
     assert scene.ready[0] <= STEP
     assert max(scene.ready) == scene.taken
+
+
+# --- copying ahead ---
+
+
+def copy_ahead(scene: Scene, calls: int = 1000) -> bool:
+    """Copy QUIET_STEPS steps ahead in each call; return whether everything is copied."""
+    is_whole = False
+    for _ in range(calls):
+        is_whole = is_whole or scene.pages.copy_ahead(scene.host, HOST_BYTES)
+    return is_whole
+
+
+def copied_steps(scene: Scene) -> int:
+    """Park; return the number of steps that it copies."""
+    scene.ready.clear()
+    scene.park()
+    return len(scene.ready)
+
+
+def test_a_park_copies_what_was_not_copied_ahead() -> None:
+    all_steps = copied_steps(Scene())
+    for calls in range(all_steps // QUIET_STEPS + 1):
+        scene = Scene()
+        assert copy_ahead(scene, calls) is False
+        # The pages stay where they are until the park.
+        scene.check_here()
+        assert copied_steps(scene) == all_steps - QUIET_STEPS * calls
+        scene.check_parked()
+        scene.bring_back()
+        scene.check_here()
+    scene = Scene()
+    assert copy_ahead(scene)
+    assert copied_steps(scene) == 0
+    scene.bring_back()
+    scene.check_here()
+
+
+def test_only_prepared_host_memory_is_copied_to() -> None:
+    scene = Scene()
+    for _ in range(10):
+        assert not scene.pages.copy_ahead(scene.host, 2 * STEP)
+    assert not any(scene.host[2 * STEP :])
+    assert any(scene.host[: 2 * STEP])
+
+
+CHANGES: dict[str, Callable[[Scene], object]] = {
+    "allocate": lambda scene: scene.take(PAGE),
+    "free": lambda scene: free_last(scene),
+    "open a region": lambda scene: scene.regions.open(PAGE),
+    "end a region": lambda scene: scene.regions.end(scene.region, keep_waiting),
+    "lend": lambda scene: close_lent(scene.lend()),
+    "forget": lambda scene: scene.pages.forget_ahead(),
+}
+
+
+def free_last(scene: Scene) -> None:
+    address = next(reversed([at for at, size in scene.places.items() if size == 2 * PAGE]))
+    scene.slice.give(address, 2 * PAGE)
+    del scene.expected[address]
+
+
+def close_lent(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("calls", [1, 1000])
+def test_a_change_of_the_pages_makes_a_copy_ahead_void(name: str, calls: int) -> None:
+    """The bytes lie elsewhere then, or are others."""
+    scene = Scene()
+    copy_ahead(scene, calls)
+    CHANGES[name](scene)
+    # Nothing is in flight any more, and what comes later is copied.
+    assert scene.pages._ahead is None
+    for address, data in scene.expected.items():
+        scene.expected[address] = data[::-1]
+        scene.card.poke(address, data[::-1])
+    scene.mapped = {address: size for address, (size, _, _) in scene.card.mapped.items()}
+    scene.taken = scene.card.taken
+    scene.expected = {at: data for at, data in scene.expected.items() if at in scene.mapped or at < scene.region}
+    scene.park()
+    scene.bring_back()
+    scene.check_here()
+
+
+def test_a_copy_ahead_does_not_count_for_other_host_memory() -> None:
+    scene = Scene()
+    assert copy_ahead(scene)
+    scene.host = memoryview(mmap.mmap(-1, HOST_BYTES))
+    scene.park()
+    scene.bring_back()
+    scene.check_here()
 
 
 def test_another_process_has_all_pages_at_their_addresses() -> None:
