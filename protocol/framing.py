@@ -121,7 +121,7 @@ def build_header(
 def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int, int, int, int, bytes]:
     """Check a header. Returns op, flags, status, payload length, request id, and session id as 16 bytes.
 
-    The caller has HEADER_BYTES at `offset`. Raises FramingError.
+    The buffer must have HEADER_BYTES from `offset` on. Raises FramingError.
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
     # Step 1: recognise the usual headers by one look-up. Only the length and ids remain, and any of these is valid.

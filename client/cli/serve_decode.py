@@ -70,7 +70,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
 
     See client/decode/openai/example/decode.toml for the file's settings.
     """
-    # First import what needs the extras, so that the error names them if they are missing.
+    # First import the modules that need the extras, so that an error names the extras if they are missing.
     with needing("serve,decode"):
         from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.http.uvicorn_server import known_hosts, listening, log_to_stderr

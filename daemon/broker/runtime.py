@@ -119,8 +119,9 @@ from gpulease.protocol.opcodes import Exclusivity, Status
 _TIMER_KINDS: Final = tuple(TimerKind)
 
 USE_RECORDS_S: Final = 600.0
-"""Seconds between two audit records of the card's time that a lease has used. If the daemon crashes and no other one
-follows, the log may lack the use of this time."""
+"""Seconds between two audit records of the card's time that a lease has used. If the daemon crashes and is not
+restarted, the log may lack the use during this time.
+"""
 
 USE_RECORDS_AT_ONCE: Final = 64
 """Number of records that are made before the event loop runs again, which takes about a millisecond."""
@@ -141,7 +142,7 @@ FAULT: Final = Failure(
     "the daemon failed while handling this request",
     hint="Report it to the operator: the daemon's log has details. The request may have had effects.",
 )
-"""The answer to a request after a bug of ours."""
+"""The answer to a request if a bug in the daemon prevents another."""
 
 TAKEN_OVER: Final = Failure(
     Status.CANCELLED,
@@ -177,7 +178,7 @@ class Runtime:
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
-        # First the parts that others read: the table, its tokens, its records.
+        # Set first what other parts read: the table, the tokens, the records.
         self.table = table
         self.tokens = tokens
         self.workers = workers

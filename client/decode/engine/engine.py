@@ -707,8 +707,8 @@ def _runs(blocks: Sequence[int], max_blocks: int) -> Iterator[tuple[int, int]]:
     Yields each run's first index, and the index after its last.
     """
     first = 0
-    # A run ends at a gap, at `most` blocks, or at the end of the list.
-    for place in range(1, len(blocks) + 1):
-        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == max_blocks:
-            yield first, place
-            first = place
+    # A run ends at a gap, at `max_blocks` blocks, or at the end of the list.
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1 or index - first == max_blocks:
+            yield first, index
+            first = index

@@ -351,7 +351,7 @@ class EtcdClient:
     async def _attempt(
         self, call: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | TransactionRejected:
-        """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
+        """Ask members, within the settings' time, until one answers. A write ends once a member may have done it."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.timeout_s
         # Skip members that failed in this attempt. The loop ends when the time is over or no member is left.
         unfit: list[_EtcdMember] = []

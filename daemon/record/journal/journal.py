@@ -218,7 +218,7 @@ class FileJournal(Journal):
         self._committer.start(self._replies.on_change)
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Record an event. After a bug here effects are still executed, but nothing is granted again."""
+        """Record an event. After an error here the effects are still executed, but nothing more is granted."""
         # Before `observe`, every event is in the journal already. The events of restored leases come after it.
         if self._table is None:
             return
