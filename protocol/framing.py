@@ -105,8 +105,7 @@ def build_header(
 ) -> bytes:
     """Return the header of a frame; its payload is sent after it. Raises LocalProtocolError as `build_frame` does."""
     flags = int(flags)
-    # Refuse a frame that the receiver would refuse, because the refusal would end the connection with every other
-    # request.
+    # Refuse here what the receiver would refuse: its refusal would end the connection with every other request.
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {payload_bytes}")
     if op >> 16:
@@ -202,8 +201,7 @@ class FrameReader:
         """Take all of these bytes, however many frames they hold."""
         room = self.get_buffer()
         pending = self.end - self.start
-        # If they do not fit, make one new buffer for both, at least twice as large, so that many small feeds take
-        # linear time.
+        # If they do not fit, make one new buffer, at least twice as large, so that many small feeds take linear time.
         if len(room) < len(data):
             self._resize(max(pending + len(data), self._next_size()))
             self.start, self.end = 0, pending
@@ -247,8 +245,7 @@ class FrameReader:
 
     def _make_room(self) -> None:
         pending = self.end - self.start
-        # Move the pending bytes to the front if they fill at most half the buffer; otherwise move them to a larger
-        # buffer.
+        # Move the pending bytes to the front if they fill at most half the buffer, otherwise to a larger buffer.
         if pending <= len(self.buffer) >> 1:
             self.buffer[:pending] = self.buffer[self.start : self.end]
         else:

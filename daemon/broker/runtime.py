@@ -417,8 +417,7 @@ class Runtime:
 
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
-        # Write the journal and the audit log before the effects are executed: a peer must not see an effect that they
-        # lack.
+        # Write journal and audit log before the effects are executed: a peer must not see an effect that they lack.
         self.journal.on_event(event, effects)
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)

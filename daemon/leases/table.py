@@ -220,8 +220,8 @@ class LeaseTable:
             if self._store.has_freed_room:
                 self._admission.serve_queue(now_ns, effects)
                 may_park = True
-            # Step 3: park idle sessions to make room for requests that still wait. To find them takes time for each
-            # session of the node.
+            # Step 3: park idle sessions to make room for requests that still wait. Finding them takes time for each
+            # session.
             if may_park and self._store.parkable:
                 self.parking.update(now_ns, effects)
             # Step 4: let the pool use the rest, so that it never competes with leases.
@@ -433,7 +433,7 @@ class LeaseTable:
 
     def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, effects: list[Effect]) -> None:
         # A request number belongs to a submit, a region, a deferred request, a queued acquire or a pending lease. Find
-        # out which one waits.
+        # out which.
         if self.submits.on_requester_gone(event.request, now_ns, effects):
             return
         if self.regions.on_requester_gone(event.request, now_ns, effects):
@@ -717,8 +717,7 @@ class LeaseTable:
             self._teardown.on_timer(lease, event.kind, now_ns, effects)
 
     def _on_spawn_timer(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        # A warm context that misses its short timeout is replaced. A new worker that misses its long one ends the
-        # lease.
+        # Replace a warm context that misses its short timeout. A new worker that misses its long one ends the lease.
         if lease.warm_id and not lease.awaited_bytes:
             reason = f"it did not take its lease within {self._limits.adopt_timeout_s} s"
             self._pool.replace_worker(lease, reason, now_ns, effects, is_gone=False)

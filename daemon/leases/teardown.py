@@ -106,8 +106,7 @@ class Teardown:
         lease.reason = reason
         if cause is Cause.REVOKED:
             self._store.revoked.add(lease.lease_id)
-        # Step 2: refuse new work. The revocation flag is set before any other effect, so that no launch starts after
-        # it.
+        # Step 2: refuse new work. The revocation flag is set before any other effect, so that no launch starts later.
         effects.append(RefuseWork(lease.lease_id, cause))
         # If the session is passing from one worker to another, and the daemon is killed now, the next daemon may have
         # an earlier record and continue the session in the former worker. So that worker's page must show the end, too.

@@ -137,8 +137,7 @@ class LeaseHandler:
         lease_id, permission = body.lease_id, SPECS[request.op].needs.permissions
         region = self._runtime.table.get(lease_id)
         if region is not None and region.parent_id and not self._tokens.permits(lease_id, permission):
-            # The peer has no token for the region itself. A token to renew its lease, or to open regions in it, is
-            # enough.
+            # Without a token for the region, one that permits renewing its lease, or opening regions in it, is enough.
             lease_id, permission = region.parent_id, permission | SPECS[Opcode.REGION_OPEN].needs.permissions
         self._tokens.check_demand(Demand.RENEW, lease_id, permission)
         tenant = self._tokens.acting_tenant(lease_id, permission)
