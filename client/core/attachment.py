@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from gpulease.client.core.clean_ups import CleanUp
-from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, FixedDeadline, dial_for, receive
+from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, FixedDeadline, dial_for, polls_for, receive
 from gpulease.client.core.lease import LeaseHandle, find_end_reason
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
@@ -298,7 +298,9 @@ class Attachment:
         # Step 1: connect, and send HELLO and ATTACH in one flight.
         deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", lease.address)
         body, takes_descriptors = Attach(self._options()), self._memory_request != SharedMemoryRequest()
-        first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
+        # If the session's context is ready, the worker replies within a millisecond.
+        is_polled = polls_for(lease.address, lease.waiting)
+        first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors, is_polled=is_polled)
         self.channel, hello, number = yield from dial_for(lease.address, deadline, first)
         # Step 2: HELLO's reply bounds the size of frames, hence of copies.
         self.max_payload_bytes = hello.max_payload_bytes

@@ -17,7 +17,7 @@ from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.link import LinkEnded
-from gpulease.protocol import Failure, Opcode
+from gpulease.protocol import Failure, Opcode, Waiting
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
 from gpulease.protocol.limits import USUAL_MAX_WAIT_S
 from gpulease.protocol.messages import Body, Hello, HelloReply, Ping
@@ -191,6 +191,14 @@ def receive_from_living(
     return result
 
 
+def polls_for(address: Address, waiting: Waiting | None) -> bool:
+    """Return whether to poll for a reply that takes about a millisecond (`Channel.is_polled`).
+
+    A daemon on another host answers too late, and a tenant that chose BLOCK wants to sleep.
+    """
+    return isinstance(address, UnixAddress) and waiting is not Waiting.BLOCK
+
+
 def receive_reply(
     channel: Channel, op: Opcode, request_id: int, deadline: Deadline, clock: Clock = time.monotonic
 ) -> Procedure[Body | Failure]:
@@ -314,6 +322,7 @@ class First(NamedTuple):
         session_id: The session that it is for.
         takes_descriptors: Whether to accept descriptors that come with its reply.
         clean_up: Records what the request may make, if that must be given back after an interrupt.
+        is_polled: Whether to poll for the replies before sleeping (`Channel.is_polled`).
     """
 
     op: Opcode
@@ -321,6 +330,7 @@ class First(NamedTuple):
     session_id: int = 0
     takes_descriptors: bool = False
     clean_up: GrantCleanUp | None = None
+    is_polled: bool = False
 
 
 def dial(address: Address, deadline: Deadline) -> Procedure[tuple[Channel, HelloReply]]:
@@ -349,7 +359,7 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
         options = (Tlv(HelloRequestOption.LINE_END, b"\r\n\r\n"),) if isinstance(address, TcpAddress) else ()
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
-            channel.takes_descriptors = first.takes_descriptors
+            channel.takes_descriptors, channel.is_polled = first.takes_descriptors, first.is_polled
             clean_up = first.clean_up
             creates = clean_up is not None
             first_id, first_frame = channel.link.request_behind_hello(

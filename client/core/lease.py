@@ -34,6 +34,7 @@ from gpulease.client.core.exchange import (
     dial_for,
     disconnected,
     operation_of,
+    polls_for,
     receive,
     receive_from_living,
     receive_reply,
@@ -61,7 +62,7 @@ from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.session_words import SessionWords
 from gpulease.protocol import Exclusivity, Failure, Opcode, Phase, ProtocolError, Status, Waiting
-from gpulease.protocol.address import Address, UnixAddress
+from gpulease.protocol.address import Address
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import KILLED, LEASE_ENDS, lease_end
@@ -786,8 +787,7 @@ class ReplyCleanUp(CleanUp):
         # The daemon will send an order to the session's worker: wake the worker now.
         if (operations := self.lease.attached()) is not None:
             operations.attachment.channel.announce()
-        # Do not poll for a daemon on another host, which answers too late, or for a tenant that chose BLOCK.
-        channel.is_polled = isinstance(channel.address, UnixAddress) and self.lease.waiting is not Waiting.BLOCK
+        channel.is_polled = polls_for(channel.address, self.lease.waiting)
         try:
             answer = yield from receive_reply(channel, op, number, deadline, self.lease.clock)
         finally:
@@ -975,16 +975,26 @@ def acquire(
         spare: Connections to the daemon to use first; a freed lease's connection is added to them. Only for a single
           daemon.
     """
+    waiting = WAITING.read(request.parameters)
     # In a fleet, `acquire_in` finds the node. To a single daemon, send the request right after HELLO.
     if isinstance(target, Fleet):
         lease = yield from acquire_in(target, request, partial(_lease_on, lock=lock), clean_up)
         lease.fleet = target
     else:
         limit_s = ACQUIRE_REPLY_LIMIT_S + request.wait_ms / 1000
+        # If a context is warm, the grant comes within a millisecond.
         lease = yield from _open(
-            target, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, clean_up, spare
+            target,
+            lock,
+            Opcode.LEASE_ALLOC,
+            request,
+            limit_s,
+            lambda grant: grant,
+            clean_up,
+            spare,
+            is_polled=polls_for(target, waiting),
         )
-    lease.waiting, lease.granted_request = WAITING.read(request.parameters), request
+    lease.waiting, lease.granted_request = waiting, request
     lease.is_latency = LATENCY.read(request.parameters)
     # The grant does not contain the name's epoch, so query it.
     if name := LEASE_NAME.read(request.parameters):
@@ -1081,6 +1091,8 @@ def _open(
     grant_of: Callable[[Any], LeaseGrant],
     clean_up: GrantCleanUp | None = None,
     spare: SpareConnections | None = None,
+    *,
+    is_polled: bool = False,
 ) -> Procedure[LeaseHandle]:
     """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
 
@@ -1094,6 +1106,7 @@ def _open(
         clean_up: Records what the request may make; None if it makes nothing.
         spare: Open connections to use first. If one turns out to have ended, the daemon frees what it made for the
             request on it, and the request is sent again on a new connection.
+        is_polled: Whether to poll for the reply before sleeping (`Channel.is_polled`).
     """
     operation = operation_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
@@ -1102,9 +1115,11 @@ def _open(
     try:
         # Step 1: connect, and send the request right after HELLO; or send it on a spare connection.
         if connection is None:
-            channel, hello, number = yield from dial_for(address, deadline, First(op, body, clean_up=clean_up))
+            first = First(op, body, clean_up=clean_up, is_polled=is_polled)
+            channel, hello, number = yield from dial_for(address, deadline, first)
         else:
             channel, hello = connection
+            channel.is_polled = is_polled
             number, frame = channel.link.request(op, body, creates=clean_up is not None)
             if clean_up is not None:
                 clean_up.channel, clean_up.number = channel, number
@@ -1112,6 +1127,7 @@ def _open(
         deadline = FixedDeadline(reply_limit_s, operation, address)
         # The grant may take long, so PINGs check whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, deadline, pong_limit_s=CONNECT_LIMIT_S)
+        channel.is_polled = False
         if isinstance(reply, Failure):
             raise error_of(reply, operation)
         if clean_up is not None:
@@ -1142,7 +1158,7 @@ def _open(
     if isinstance(body, LeaseAlloc):
         waited_ms = min(int((time.monotonic() - began_s) * 1000), body.wait_ms)
         body, reply_limit_s = replace(body, wait_ms=body.wait_ms - waited_ms), reply_limit_s - waited_ms / 1000
-    return (yield from _open(address, lock, op, body, reply_limit_s, grant_of, clean_up, spare))
+    return (yield from _open(address, lock, op, body, reply_limit_s, grant_of, clean_up, spare, is_polled=is_polled))
 
 
 def free_of(granted: LeaseGrant | RegionGrant) -> First:

@@ -32,9 +32,9 @@ R = TypeVar("R")
 MAX_POLL_S: Final = 3600.0
 """Longest single poll, in seconds, because poll() takes milliseconds as a C int. A longer wait polls again."""
 
-CONTROL_POLL_NS: Final = 1_000_000
-"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds. A region opens in
-less time, and a wake-up costs tens of microseconds."""
+CONTROL_POLL_NS: Final = 2_000_000
+"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds. A region opens, a
+warm context is granted and a session opens in less time, and a wake-up costs tens of microseconds."""
 
 _CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
 

@@ -575,11 +575,13 @@ class Runtime:
         # A session that comes from another worker keeps its addresses.
         if isinstance(effect, RestartWorker):
             spec = replace(spec, opened_bytes=self.workers.images.opened_bytes(effect.lease_id))
+        # A warm worker is ready within a millisecond, and within another one its client opens the session.
+        if self.workers.context_pid(effect.lease_id):
+            self._polling.stay_awake(periods=2)
         self.workers.spawn(spec)
 
     def _open_region(self, effect: OpenRegion) -> None:
         self._regions.open(effect)
-        # The worker maps its memory in a fraction of a millisecond.
         self._polling.stay_awake()
 
     def _resize_slice(self, effect: ResizeSlice) -> None:
@@ -643,8 +645,7 @@ class Runtime:
 
     def _kill_worker(self, effect: KillWorker) -> None:
         if effect.after_record:
-            # Until the records are durable, the next broker would continue the session in this worker, which has the
-            # complete session.
+            # Until the records are durable, the next broker would continue the session in this complete worker.
             self._kills_to_record += 1
             self.journal.once_decided(lambda _: self._kill_recorded(effect.worker_id))
         else:
@@ -653,8 +654,7 @@ class Runtime:
     def _kill_recorded(self, worker_id: int) -> None:
         self._kills_to_record -= 1
         self._one_settled.set()
-        # The journal writes its last records when this daemon has stopped. By then the worker belongs to the next
-        # daemon.
+        # The journal writes its last records after this daemon's stop. By then the worker belongs to the next daemon.
         if not self._is_stopped:
             self.workers.kill(worker_id)
 
@@ -707,8 +707,7 @@ class Runtime:
         self.connections.update(effect.lease_id)
 
     def _clear_fences(self, effect: SlicesCleared) -> None:
-        # An operator vouches for the bytes: their processes no longer count as the daemon's, and the claims of the
-        # names end.
+        # An operator vouches for the bytes: their processes are no longer the daemon's, and the claims of names end.
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
             release_all(self.claims, lease.tenant, lease.lease_id, lease)

@@ -19,18 +19,18 @@ MAX_TURNS: Final = 2_000
 
 
 class LoopPolling:
-    """Polls in the running event loop for `POLL_NS` at a time. Whatever arrives meanwhile is served as usual."""
+    """Polls in the running event loop for a few times `POLL_NS`. Whatever arrives meanwhile is served as usual."""
 
     def __init__(self) -> None:
         self._poll_ns = POLL_NS if has_cores_to_poll() else 0
         self._until_ns = 0
         self._turns_left = 0
 
-    def stay_awake(self) -> None:
-        """Poll for `POLL_NS` from now on, even if the loop is already polling."""
+    def stay_awake(self, periods: int = 1) -> None:
+        """Poll for so many times `POLL_NS` from now on, even if the loop is already polling."""
         if not self._poll_ns:
             return
-        self._until_ns = time.monotonic_ns() + self._poll_ns
+        self._until_ns = time.monotonic_ns() + periods * self._poll_ns
         is_polling, self._turns_left = self._turns_left > 0, MAX_TURNS
         if not is_polling:
             asyncio.get_running_loop().call_soon(self._turn)

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
+from gpulease.client.core import attachment as attachment_module
 from gpulease.client.core import lease as lease_module
-from gpulease.client.core.exchange import FixedDeadline
-from gpulease.client.core.lease import LeaseHandle, ReplyCleanUp
+from gpulease.client.core.exchange import First, FixedDeadline
+from gpulease.client.core.lease import LeaseHandle, ReplyCleanUp, acquire, lease_clean_up
+from gpulease.client.core.session import SessionCore
 from gpulease.client.core.waits import Procedure, Wait
+from gpulease.client.errors import Disconnected
 from gpulease.client.sync import driver
 from gpulease.client.transport.channel import Channel
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
-from gpulease.protocol.messages import Empty, LeaseGrant, LeaseRef
-from gpulease.protocol.opcodes import Waiting
+from gpulease.protocol.lease_options import WAITING
+from gpulease.protocol.messages import Empty, HelloReply, LeaseAlloc, LeaseGrant, LeaseRef
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Waiting
 
 HERE = UnixAddress("/nowhere")
 GRANT = LeaseGrant(1, 1, 1 << 20, 1000, 0, Exclusivity.SHARED, "GPU-0")
@@ -85,7 +89,7 @@ def test_a_thread_that_was_interrupted_or_left_behind_by_a_fork_keeps_no_other_f
     assert wait(channel, Waiter(2)) == [0, 0]
 
 
-@pytest.mark.parametrize(
+waits = pytest.mark.parametrize(
     ("address", "waiting", "is_polled"),
     [
         (HERE, None, True),
@@ -94,6 +98,9 @@ def test_a_thread_that_was_interrupted_or_left_behind_by_a_fork_keeps_no_other_f
         (TcpAddress("localhost", 1), None, False),
     ],
 )
+
+
+@waits
 def test_only_what_a_local_daemon_answers_soon_is_polled_for(
     channel: Channel, address: Address, waiting: Waiting | None, is_polled: bool
 ) -> None:
@@ -114,3 +121,42 @@ def test_only_what_a_local_daemon_answers_soon_is_polled_for(
         driver.drive(ReplyCleanUp(lease).ask(lease.channel, Opcode.REGION_OPEN, LeaseRef(1), deadline))
     assert polled == [is_polled]
     assert not lease.channel.is_polled
+
+
+@waits
+def test_a_lease_is_polled_for_and_its_later_replies_are_not(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, address: Address, waiting: Waiting | None, is_polled: bool
+) -> None:
+    made = Channel(channel.sock, address)
+    polled: list[bool] = []
+
+    def dial_for(_address: Address, _deadline: object, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
+        made.is_polled = first.is_polled
+        return made, HelloReply(0, "", 0, ()), 1
+        yield
+
+    def receive(of: Channel, *_: Any, **__: Any) -> Procedure[Any]:
+        polled.append(of.is_polled)
+        return GRANT
+        yield
+
+    monkeypatch.setattr(lease_module, "dial_for", dial_for)
+    monkeypatch.setattr(lease_module, "receive_from_living", receive)
+    parameters = () if waiting is None else (WAITING.parameter(waiting),)
+    request = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 1000, 0, None, parameters)
+    lease = driver.drive(acquire(address, request, threading.RLock(), lease_clean_up()))
+    assert polled == [is_polled]
+    assert not lease.channel.is_polled
+    # So is the session, whose connection is another one.
+    first: list[First] = []
+
+    def dial_in_vain(_address: Address, _deadline: object, request: First) -> Procedure[Any]:
+        first.append(request)
+        raise Disconnected("nobody is there", "")
+        yield
+
+    monkeypatch.setattr(attachment_module, "dial_for", dial_in_vain)
+    session = SessionCore(lease, threading.RLock(), grant=None, shared_memory=False, spin_ns=0)
+    with pytest.raises(Disconnected):
+        driver.drive(session.attach())
+    assert [request.is_polled for request in first] == [is_polled]

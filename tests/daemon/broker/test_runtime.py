@@ -449,3 +449,25 @@ def test_an_outcome_of_a_dropped_request_goes_nowhere() -> None:
         pending.resolve(RequestDenied(number, not_found(5)))
     assert answered == [RequestDenied(kept, not_found(5))]
     assert pending.unanswered == 0
+
+
+def test_the_loop_stays_awake_while_a_warm_context_becomes_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> list[str]:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
+        workers = SimulatedWorkers()
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), workers, tokens, FactRecorder(), 1)
+        seen: list[str] = []
+        monkeypatch.setattr(runtime._polling, "stay_awake", lambda periods: seen.append(f"awake {periods}"))
+        monkeypatch.setattr(workers, "spawn", lambda spec: seen.append("spawned"))
+        for lease_id, pid in ((5, 0), (6, 7)):
+            # Only a worker that has its context, a warm one, has this process id.
+            monkeypatch.setattr(workers, "context_pid", lambda _, pid=pid: pid)
+            request = runtime.expect(lambda _: seen.append("granted"))
+            runtime.post(AcquireRequested(request, "ann", lease_id, LeaseTerms(100, 60_000)))
+            runtime.post(WorkerReady(lease_id))
+        await runtime.stop()
+        return seen
+
+    # A new worker takes too long to poll for it.
+    assert asyncio.run(story()) == ["spawned", "granted", "awake 2", "spawned", "granted"]

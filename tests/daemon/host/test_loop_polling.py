@@ -20,7 +20,7 @@ class Clock:
         return self.now_ns
 
 
-def turns(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1) -> int:
+def turns(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1, periods: int = 1) -> int:
     """After so many calls of `stay_awake`, return how many turns the loop takes without sleeping."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
     polling = LoopPolling()
@@ -30,7 +30,7 @@ def turns(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1) -> int:
         nonlocal taken
         loop = asyncio.get_running_loop()
         for _ in range(calls):
-            polling.stay_awake()
+            polling.stay_awake(periods)
         call_soon = loop.call_soon
 
         def count(callback: object, *args: object, **more: object) -> asyncio.Handle:
@@ -55,6 +55,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loop_polls_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 < turns(monkeypatch, MIN_POLL_CORES) <= 10
+    assert 15 < turns(monkeypatch, MIN_POLL_CORES, periods=2) <= 20
 
 
 def test_two_calls_poll_by_one_callback(monkeypatch: pytest.MonkeyPatch) -> None:
