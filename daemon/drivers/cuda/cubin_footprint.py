@@ -55,8 +55,12 @@ _MANAGED: Final = 0x04
 _ENTRY: Final = 0x10
 """Bit in a kernel's st_other."""
 
-# Shared memory is in the file, but not in the card's memory.
-_ON_CHIP: Final = b".nv.shared"
+_SHARED: Final = b".nv.shared"
+_DEBUGGED_SHARED: Final = b".nv_debug.shared"
+"""Names of sections of shared memory, which is on the chip and not in the card's memory: `.nv.shared.KERNEL`, and in
+code for a debugger also the variables of functions that several kernels call. Their flags are those of device memory
+(seen with ptxas 13.0)."""
+
 _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
 """The driver's own functions that do not make the context take memory."""
 
@@ -192,7 +196,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
     sizes = {
         index: section.size
         for index, section in enumerate(file.sections)
-        if section.flags & _ALLOCATED and not cubin.startswith(_ON_CHIP, file.names.start + section.name_at)
+        if section.flags & _ALLOCATED and not _is_on_chip(file.text(file.names, section.name_at))
     }
     sums: dict[int, int] = {}
     symbols = list(file.symbols())
@@ -225,6 +229,10 @@ def _measure(cubin: bytes, file: _File) -> Weight:
         _cooperative(file, symbols),
         tuple(sorted(variables.items())),
     )
+
+
+def _is_on_chip(name: bytes) -> bool:
+    return name in (_SHARED, _DEBUGGED_SHARED) or name.startswith(_SHARED + b".")
 
 
 def _share(size: int) -> int:

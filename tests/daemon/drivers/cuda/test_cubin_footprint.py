@@ -87,6 +87,9 @@ def in_grains(size: int) -> int:
         ((CODE,), in_grains(384)),
         ((CODE, Section(".debug_frame", PROGBITS, 0, 9 * MIB)), in_grains(384)),
         ((CODE, Section(".nv.shared.k", NOBITS, 3, 200 << 10)), in_grains(384)),
+        ((CODE, Section(".nv_debug.shared", NOBITS, 3, 200 << 10)), in_grains(384)),
+        # Only a part of a name that has no dot after it, as a hostile file may have.
+        ((CODE, Section(".nv.shared_k", NOBITS, 3, 42 * MIB)), 42 * MIB + in_grains(384)),
         ((CODE, Section(".nv.global", NOBITS, 3, MIB)), in_grains(MIB + 512)),
         # Two of these fill a page of 2 MiB, with a gap.
         ((CODE, Section(".nv.global", NOBITS, 3, 700_000)), in_grains(MIB + 512)),
@@ -107,6 +110,14 @@ def test_sizes_beyond_the_headers_32_bits_are_the_symbols() -> None:
     assert weigh(image).device_bytes >= 41 << 30
     wrapped = (Symbol("one", OBJECT, 2, 0, 4 << 30), Symbol("two", OBJECT, 2, 0, 4 << 30))
     assert weigh(cubin(CODE, Section(".nv.global", NOBITS, 3, 0), symbols=wrapped)).device_bytes >= 8 << 30
+
+
+def test_shared_memory_in_code_for_a_debugger_is_no_variable() -> None:
+    """As ptxas -g writes the shared array of a device function: a session with such a module can leave its process."""
+    shared, sums = Section(".nv_debug.shared", NOBITS, 3, 0x480), Symbol("sums", OBJECT, 2, 0x400, 128)
+    kept = Symbol("kept", OBJECT, 3, 0, 4)
+    image = cubin(CODE, shared, Section(".nv.global", NOBITS, 3, 4), symbols=(sums, kept))
+    assert weigh(image).variables == (("kept", True),)
 
 
 @pytest.mark.parametrize(("name", "found"), [("malloc", True), ("__assertfail", True), ("vprintf", False)])
@@ -134,6 +145,7 @@ def test_any_bytes_are_weighed_or_refused(data: st.DataObject) -> None:
         (cubin(CODE), False),
         (cubin(CODE, Section(".nv.constant3", PROGBITS, 2, 64, bytes(64))), False),
         (cubin(CODE, Section(".nv.shared.k", NOBITS, 3, 200 << 10)), False),
+        (cubin(CODE, Section(".nv_debug.shared", NOBITS, 3, 4), symbols=(Symbol("x", OBJECT, 2, 0, 4),)), False),
         (cubin(CODE, Section(".nv.global", NOBITS, 3, 4)), True),
         (cubin(CODE, Section(".nv.global", NOBITS, 3, 0), symbols=(Symbol("x", OBJECT, 2, 0, 4),)), True),
         (cubin(CODE, Section(".nv.global.init", PROGBITS, 3, 4, bytes(4))), True),
