@@ -37,6 +37,7 @@ from gpulease.daemon.leases.events import (
     ArmTimer,
     Effect,
     EndRegion,
+    KillWorker,
     LeaseLeft,
     LeaseMoved,
     LeaveSession,
@@ -69,6 +70,9 @@ worker at all, for example after an update of the driver.
 
 MAX_HELD_MISFITS: Final = 2
 """`MAX_MISFITS` while the former worker still has the session: one worker of each kind, warm and new."""
+
+_HANGS: Final = frozenset({Cause.UNRESPONSIVE, Cause.LOAD_TIMEOUT})
+"""Causes by which a worker hangs without having broken a rule of the lease's bytes or kernels."""
 
 _LEAVE_TASK: Final = "send its image"
 
@@ -333,6 +337,20 @@ class ColdParking:
         if state.depth is not ParkDepth.ARRIVING and not (state.depth is ParkDepth.ADOPTING and state.held_id):
             return False
         self._fall_back(lease, state, reason, now_ns, effects, is_gone=True)
+        return True
+
+    def on_worker_hung(self, lease: Lease, cause: Cause, effects: list[Effect]) -> bool:
+        """Kill a new worker that hangs while the session's former worker is set aside. Returns False for any other.
+
+        Its end decides what becomes of the session (`on_worker_lost`): it may have restored the session, reported
+        that, and served requests, before it hung.
+        """
+        state = lease.park
+        if state is None or lease.state is not LeaseState.ACTIVE or cause not in _HANGS:
+            return False
+        if state.depth is not ParkDepth.ADOPTING or not state.held_id:
+            return False
+        effects.append(KillWorker(lease.lease_id))
         return True
 
     def _fall_back(

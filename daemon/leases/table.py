@@ -678,7 +678,8 @@ class LeaseTable:
     def _on_session_condemned(
         self, lease: Lease, event: events.SessionCondemned, now_ns: int, effects: list[Effect]
     ) -> None:
-        self._teardown.condemn(lease, event.cause, event.reason, now_ns, effects)
+        if not self._cold.on_worker_hung(lease, event.cause, effects):
+            self._teardown.condemn(lease, event.cause, event.reason, now_ns, effects)
 
     def _on_region_proved(self, event: events.RegionProved, now_ns: int, effects: list[Effect]) -> None:
         # The id names a lease that was parked or resized, or a region.

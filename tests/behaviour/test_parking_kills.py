@@ -6,186 +6,16 @@ has all its bytes. A session that ends has one end, and its bytes on the card an
 
 import os
 import signal
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpulease.client import (
-    Busy,
-    GpuExclusivityClass,
-    GpuLease,
-    GpuLeaseError,
-    GpuSession,
-    GpuSessionFailed,
-    RegionFenced,
-    RegionRevoked,
-    Unsupported,
-)
-from gpulease.client.sync.driver import ask
-from gpulease.client.sync.regions import Region
-from gpulease.protocol import Opcode
-from gpulease.protocol.messages import LeaseMove
-from helpers.audit_log import check_whole, records
-from helpers.daemon import Faults
-from helpers.lasting import LastingDaemon
-from helpers.leaks import SHARED_FOLDERS
-from helpers.processes import continue_process
+from gpulease.client import Busy, GpuLeaseError, GpuSessionFailed, RegionFenced, RegionRevoked
+from helpers.parking_scene import MIB, PART, SLICE, InBackground, Parked, ParkingNode, own_node
 from helpers.stopping_worker import ARRIVE_STEPS, LEAVE_STEPS, PARK_STEPS, RETURN_STEPS, STEPS
 from helpers.waiting import wait_until
-
-MIB = 1 << 20
-SLICE, PART = 24 * MIB, 4 * MIB
-CONFIG = """
-audit = "{audit}"
-[limits]
-park_memory = "256MiB"
-park_stay_ms = 0
-session_timeout_s = {timeout_s}
-"""
-
-
-@dataclass
-class Parked:
-    """A lease with two allocations and a region, each filled with a mark."""
-
-    node: LastingDaemon
-    audit: Path
-    lease: GpuLease
-    session: GpuSession
-
-    def __post_init__(self) -> None:
-        self.parts: list[Any] = [self.session.mem_alloc(PART), self.session.mem_alloc(PART)]
-        self.region: Region = self.lease.region(PART)
-        self.parts.append(self.region)
-        for mark, part in enumerate(self.parts, 1):
-            self.session.mem_write(part, 0, bytes([mark]) * PART)
-        self.session.sync()
-        self.pid = self.node.worker_pid(self.lease.lease_id)
-
-    def row(self) -> dict[str, Any]:
-        return self.node.now.query(self.lease.lease_id)
-
-    def region_row(self) -> dict[str, Any]:
-        return self.node.now.query(self.region.lease_id)
-
-    @property
-    def is_stopped(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-    def check(self) -> None:
-        for mark, part in enumerate(self.parts, 1):
-            assert bytes(self.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
-
-    def leave(self) -> None:
-        """Make the session leave its worker, once its client has no operation in progress."""
-        until = time.monotonic() + 20
-        while True:
-            try:
-                ask(Opcode.LEASE_MOVE, LeaseMove(self.lease.lease_id, None), self.node.address)
-            except (Busy, Unsupported) as error:
-                if time.monotonic() > until or not ("has sent a request" in str(error) or "returning" in str(error)):
-                    raise
-                time.sleep(0.01)
-            else:
-                return
-
-    def go_on(self) -> None:
-        continue_process(self.pid)
-
-    def is_over(self) -> bool:
-        return str(self.row()["state"]) == "torndown"
-
-    def check_gone(self) -> None:
-        """Check that the lease holds nothing on the card or the host, and that it and its region ended once."""
-        wait_until(self.is_over, "the lease has ended")
-        card = self.node.now.inventory().details[0]
-        held = {name: card[name] for name in ("held_bytes", "fenced_bytes", "park_host_bytes", "parked_bytes")}
-        assert set(held.values()) == {0}, held
-        wait_until(lambda: all(self.ends()), "both ends are in the audit log")
-
-    def ends(self) -> list[int]:
-        """Return how often the lease and its region have ended, according to the audit log."""
-        ends = Counter(record["data"]["lease"] for record in records(self.audit) if record["kind"] == "end")
-        return [ends[f"{one:032x}"] for one in (self.lease.lease_id, self.region.lease_id)]
-
-
-def parkable(node: LastingDaemon, size: int) -> GpuLease:
-    builder = node.now.builder(size).lease_secs(600).timeout(30).parkable()
-    return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
-
-
-class ParkingNode:
-    """A node with parking, for one test after another. Its workers stop at the step that a test names."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        timeout_s: int = 30,
-        within: Sequence[str] = (),
-        constants: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.audit, self._step = folder / "audit", folder / "step"
-        self._step.write_text("")
-        config = CONFIG.format(audit=self.audit, timeout_s=timeout_s)
-        self.lasting = LastingDaemon(vram=("200MiB",), config=config, within=within)
-        self._faults = Faults(dict(constants or {}), stops_workers_at=self._step)
-        self.lasting.start(self._faults)
-        # The next test uses the broker that this one has restarted.
-        SHARED_FOLDERS.add(self.lasting.folder)
-
-    def restart(self) -> None:
-        """Kill the broker and start the next one."""
-        self.lasting.restart(self._faults)
-
-    def kill_zygote(self) -> None:
-        self.lasting.now.allowed_trouble.append("the zygote died")
-        os.kill(self.lasting.zygotes()[0], signal.SIGKILL)
-
-    @contextmanager
-    def parked(self, step: str = "", *, size: int = SLICE, loses_zygote: bool = False) -> Iterator[Parked]:
-        """Yield a lease whose worker stops at a step.
-
-        Afterwards it must have ended once, and the node must be idle again.
-        """
-        # The test before may have killed the zygote.
-        zygotes = wait_until(self.lasting.zygotes, "a zygote runs")
-        self._step.write_text(step)
-        lease = parkable(self.lasting, size)
-        self._step.write_text("")
-        scene = Parked(self.lasting, self.audit, lease, GpuSession(lease))
-        yield scene
-        assert scene.ends() == [1, 1]
-        check_whole(self.audit)
-        assert loses_zygote or self.lasting.zygotes() == zygotes
-
-    def arriving(self, scene: Parked, step: str) -> "InBackground":
-        """Use a session that has left its worker. Its next worker stops at the step."""
-        lease_id = scene.lease.lease_id
-        wait_until(lambda: not self.lasting.has_worker(lease_id), "its worker has ended")
-        self._step.write_text(step)
-        doing = InBackground(scene.check)
-        wait_until(lambda: self.lasting.has_worker(lease_id), "another worker is there")
-        scene.pid = self.lasting.worker_pid(lease_id)
-        self._step.write_text("")
-        return doing
-
-    def rest(self) -> None:
-        """Prepare the node for the next test.
-
-        Fails if an error was logged; ends the leases that a failed test has left.
-        """
-        assert not self.lasting.now.trouble(), self.lasting.logs()
-        for lease in self.lasting.now.leases():
-            self.lasting.now.revoke(int(lease["lease_id"], 16))
-        self.lasting.check_idle()
 
 
 @pytest.fixture(scope="module")
@@ -209,31 +39,6 @@ def node(_nodes: list[ParkingNode], tmp_path_factory: pytest.TempPathFactory) ->
         _nodes.clear()
         node.lasting.discard()
         raise
-
-
-@contextmanager
-def own_node(folder: Path, **options: Any) -> Iterator[ParkingNode]:
-    node = ParkingNode(folder, **options)
-    try:
-        yield node
-    finally:
-        node.lasting.stop()
-
-
-class InBackground(threading.Thread):
-    """A call in a separate thread, and the error that it raised."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._call = call
-        self.error: GpuLeaseError | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._call()
-        except GpuLeaseError as error:
-            self.error = error
 
 
 def until_stopped(scene: Parked, step: str) -> InBackground:

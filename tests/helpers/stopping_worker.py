@@ -27,6 +27,10 @@ STEPS: Final = (*PARK_STEPS, *RETURN_STEPS)
 LEAVE_STEPS: Final = ("leaving", "imaged")
 RING_STEP: Final = "copying through a ring"
 ARRIVE_STEPS: Final = ("arriving", "adopting", "adopted", "returned")
+LEND_STEPS: Final = ("ordered", "moved", "lending", "leaving", "imaged")
+"""Steps of a direct move in the worker that lends its pages."""
+BORROW_STEPS: Final = ("arriving", "adopting", "adopted", "copying back", "returned")
+"""Steps of a direct move in the worker to which the pages are lent."""
 
 
 def stop() -> None:
@@ -83,6 +87,8 @@ def stop_at(step: str) -> None:
             stop_around(MemoryArena, "discard_all", before=True)
         case "moved":
             stop_around(SessionParking, "_enter", before=True)
+        case "lending":
+            stop_in_copy("lend")
         case "leaving":
             stop_around(server, "send_image", before=True)
         case "imaged":

@@ -32,6 +32,7 @@ from gpulease.daemon.leases import (
     ReturnSession,
     ReturnWanted,
     RevokeRequested,
+    SessionCondemned,
     SessionImaged,
     SessionMoved,
     SessionParked,
@@ -243,6 +244,33 @@ def test_a_worker_that_was_not_ordered_to_keep_its_pages_is_not_believed() -> No
     s = scenario()
     number = one(s.do(ParkRequested(5, 1, "ann")), ParkSession).number
     one(s.do(SessionParked(1, number, 50, is_in_place=True)), ProveRegion)
+
+
+@pytest.mark.parametrize("cause", [Cause.UNRESPONSIVE, Cause.LOAD_TIMEOUT])
+def test_the_former_worker_has_the_session_back_if_the_next_one_hangs(cause: Cause) -> None:
+    s = scenario()
+    aside = one(leave(s), RenameWorker).to_id
+    s.do(WorkerReady(1))
+    # Whether it has the session is known once it has ended, and its last report was read.
+    assert list(s.do(SessionCondemned(1, cause, "it showed no sign of life"))) == [KillWorker(1)]
+    check_back(s, list(s.do(WorkerExited(1, "it was killed"))), aside, "its last direct move failed: it was killed")
+
+
+def test_a_worker_that_hangs_with_the_whole_session_ends_the_lease() -> None:
+    s = scenario()
+    leave(s)
+    s.do(WorkerReady(1))
+    s.do(SessionReturned(1, state_of(s).number, 50))
+    s.do(SessionCondemned(1, Cause.UNRESPONSIVE, "it showed no sign of life"))
+    assert (s.lease(1).state.name, s.lease(1).cause) == ("DRAINING", Cause.UNRESPONSIVE)
+
+
+def test_a_next_worker_that_takes_more_than_its_slice_ends_the_lease() -> None:
+    s = scenario()
+    leave(s)
+    s.do(WorkerReady(1))
+    s.do(SessionCondemned(1, Cause.OVER_SLICE, "9 bytes too many"))
+    assert (s.lease(1).state.name, s.lease(1).cause) == ("DRAINING", Cause.OVER_SLICE)
 
 
 def check_back(s: Scenario, effects: list[Effect], aside: int, why: str) -> None:

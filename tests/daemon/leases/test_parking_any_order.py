@@ -76,6 +76,7 @@ from gpulease.daemon.leases import (
     ReturnSession,
     ReturnWanted,
     RevokeRequested,
+    SessionCondemned,
     SessionImaged,
     SessionMoved,
     SessionParkDone,
@@ -790,6 +791,13 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     def worker_dies(self, pick: int) -> None:
         if pick % 8 == 0 and (worker := self.some(pick)) is not None:
             self.reap(worker.worker_id)
+
+    @rule(pick=ANY)
+    def worker_hangs(self, pick: int) -> None:
+        if pick % 8 == 0 and (worker := self.some(pick)) is not None:
+            self.send(SessionCondemned(worker.worker_id, Cause.UNRESPONSIVE, "it showed no sign of life"))
+            # A kill is carried out at once, and reaches the process that has the number then.
+            self.kills_happen()
 
     @rule(pick=ANY, is_revoked=st.booleans())
     def end(self, pick: int, is_revoked: bool) -> None:

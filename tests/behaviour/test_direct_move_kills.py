@@ -1,0 +1,167 @@
+"""SIGKILL and SIGSTOP of each process of a direct move, in each of its steps.
+
+A worker stops itself in a step (`helpers.stopping_worker`), and then the test kills or stops a process. Afterwards one
+worker has the whole session, or the session has ended once; both cards and the host have everything else back.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from helpers.parking_scene import InBackground, Parked, ParkingNode, own_node
+from helpers.processes import continue_process, stop_process
+from helpers.stopping_worker import BORROW_STEPS, LEND_STEPS
+from helpers.waiting import wait_until
+
+CARDS = 2
+HANGING = [*((step, "former") for step in LEND_STEPS), *((step, "next") for step in BORROW_STEPS)]
+LENDING = [(step, whom) for step in LEND_STEPS for whom in ("former", "broker", "former, broker", "zygote")]
+BORROWING = [
+    (step, whom)
+    for step in BORROW_STEPS
+    for whom in ("former", "next", "broker", "former, broker", "next, broker", "zygote")
+]
+SURVIVED = ("broker", "next", "next, broker")
+"""The session continues whole: its former worker has all of it until another one has."""
+
+
+@pytest.fixture(scope="module")
+def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ParkingNode]]:
+    nodes: list[ParkingNode] = []
+    yield nodes
+    for node in nodes:
+        node.lasting.stop()
+
+
+@pytest.fixture
+def node(_nodes: list[ParkingNode], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParkingNode]:
+    """Yield the node of all kills. After a failed test, there is a new one."""
+    if not _nodes:
+        _nodes.append(ParkingNode(tmp_path_factory.mktemp("node"), cards=CARDS))
+    (node,) = _nodes
+    yield node
+    try:
+        node.rest()
+    except BaseException:
+        _nodes.clear()
+        node.lasting.discard()
+        raise
+
+
+def under_way(node: ParkingNode, scene: Parked, step: str) -> tuple[InBackground, int]:
+    """Begin a direct move to the second card. Returns once a worker has stopped itself at a step.
+
+    Returns the call, and the pid of the former worker. `scene.pid` is that of the worker that has stopped.
+    """
+    former = scene.pid
+    with node.next_workers_stop_at(step if step in BORROW_STEPS else ""):
+        doing = InBackground(lambda: scene.leave("1"))
+        if step in BORROW_STEPS:
+            wait_until(lambda: set(scene.workers()) - {former}, "the next worker is there", seen=scene.workers)
+            (scene.pid,) = set(scene.workers()) - {former}
+        wait_until(lambda: scene.is_stopped, f"the worker stops at {step}")
+    return doing, former
+
+
+def check_one_whole_session_or_end(scene: Parked, *, may_end: bool) -> None:
+    """Check that one worker has the whole session, and frees it; or that the session has ended, if it may."""
+    if scene.is_over() or may_end:
+        wait_until(lambda: scene.is_over() or len(scene.workers()) == 1, "one worker is left", seen=scene.workers)
+    if scene.is_over():
+        assert may_end, scene.row()
+    else:
+        # A lost connection opens no region: a request to the broker that needs the session, then its bytes.
+        scene.lease.renew(600)
+        scene.check()
+        wait_until(lambda: len(scene.workers()) == 1, "one worker is left", seen=scene.workers)
+        cards = scene.node.now.inventory().details
+        holds = [card["uuid"] for card in cards if card["held_bytes"]]
+        assert holds == [scene.row()["card_uuid"]]
+        # The session can move again, whatever card it is on.
+        scene.leave("0" if holds == [cards[1]["uuid"]] else "1")
+        scene.check()
+        scene.session.close()
+        scene.lease.free()
+    scene.check_gone()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("step", "whom"), [*LENDING, *BORROWING])
+def test_a_kill_in_any_step_of_a_direct_move(step: str, whom: str, node: ParkingNode) -> None:
+    with node.parked(step if step in LEND_STEPS else "", loses_zygote=whom == "zygote") as scene:
+        doing, former = under_way(node, scene, step)
+        for one in whom.split(", "):
+            match one:
+                case "zygote":
+                    node.kill_zygote()
+                case "broker":
+                    node.restart()
+                case _:
+                    with suppress(ProcessLookupError):
+                        os.kill(former if one == "former" else scene.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            scene.go_on()
+        doing.join(60)
+        assert not doing.is_alive()
+        check_one_whole_session_or_end(scene, may_end=whom not in SURVIVED)
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParkingNode]:
+    """A node that misses a worker's sign of life soon."""
+    constants = {
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 4.0,
+        "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
+    }
+    with own_node(tmp_path_factory.mktemp("impatient"), constants=constants, cards=CARDS) as node:
+        yield node
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("step", "whom"), HANGING)
+def test_a_worker_that_hangs_in_any_step_of_a_direct_move(step: str, whom: str, impatient: ParkingNode) -> None:
+    """If it is the next worker, the former one continues the session. If it is the former one, the lease ends."""
+    with impatient.parked(step if whom == "former" else "") as scene:
+        doing, former = under_way(impatient, scene, step)
+        doing.join(60)
+        assert not doing.is_alive()
+        if whom == "former":
+            wait_until(scene.is_over, "the lease has ended")
+            assert scene.row()["cause"] == "unresponsive"
+            scene.check_gone()
+        else:
+            wait_until(lambda: scene.workers() == [former], "the former worker has the session", seen=scene.workers)
+            check_one_whole_session_or_end(scene, may_end=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", [*LEND_STEPS, *BORROW_STEPS])
+def test_a_broker_that_stops_for_a_while_in_any_step_of_a_direct_move(step: str, node: ParkingNode) -> None:
+    with node.parked(step if step in LEND_STEPS else "") as scene:
+        doing, _ = under_way(node, scene, step)
+        broker = node.lasting.now.process.pid
+        stop_process(broker)
+        scene.go_on()
+        wait_until(lambda: not scene.is_stopped, "the worker goes on")
+        continue_process(broker)
+        doing.join(60)
+        assert not doing.is_alive()
+        assert doing.error is None, doing.error
+        check_one_whole_session_or_end(scene, may_end=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", BORROW_STEPS)
+def test_a_move_needs_nothing_more_of_a_former_worker_that_has_lent_its_pages(step: str, node: ParkingNode) -> None:
+    with node.parked() as scene:
+        doing, former = under_way(node, scene, step)
+        stop_process(former)
+        scene.go_on()
+        doing.join(60)
+        assert not doing.is_alive()
+        assert doing.error is None, doing.error
+        wait_until(lambda: former not in scene.workers(), "the former worker has ended", seen=scene.workers)
+        check_one_whole_session_or_end(scene, may_end=False)
