@@ -54,7 +54,7 @@ def node(_nodes: list[ParkingNode], tmp_path_factory: pytest.TempPathFactory) ->
 def under_way(node: ParkingNode, scene: Parked, step: str) -> tuple[InBackground, int]:
     """Begin a direct move to the second card. Returns once a worker has stopped itself at a step.
 
-    Returns the call, and the pid of the former worker. `scene.pid` is that of the worker that has stopped.
+    Returns the call, and the pid of the former worker. The scene has that of the worker that has stopped.
     """
     former = scene.pid
     with node.next_workers_stop_at(step if step in BORROW_STEPS else ""):
