@@ -17,7 +17,8 @@
    tried, of the other kind if possible: a warm context may have other addresses than a new one, and the CUDA driver
    sometimes gives one worker other addresses than the next. After MAX_MISFITS of them the lease ends. If its former
    worker still has the session, as in an upgrade, at most one worker of each kind is tried, and then the former one
-   takes the session back (`WorkerUpgrades`).
+   takes the session back (`WorkerUpgrades`). Until another worker has continued such a session, it is not parked cold,
+   and its former worker is kept during any move.
 5. A move is a cold park followed by a return to another card. The lease changes its card while it is charged nothing.
    If the cards are peers, its bytes go from card to card instead, and its former worker is kept until then
    (`direct_moves`).
@@ -191,6 +192,11 @@ class ColdParking:
         # An image can have only active regions, so wait while one is being opened or ended.
         if any(region.state is not RegionState.ACTIVE for region in lease.slots.values()):
             self._give_up(lease, state, _REGION_MOVES, now_ns, effects, is_lasting=False)
+            return
+        # Without its worker, a session that fits no other would be lost.
+        if state.misfit and (state.move is None or not state.move.card_uuid):
+            state.stays_here = state.misfit
+            self._give_up(lease, state, state.misfit, now_ns, effects)
             return
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
@@ -388,6 +394,7 @@ class ColdParking:
             # If an operation came before the session left its worker, it has only been parked, not moved.
             has_left = state.held_id != 0 if move.from_version else lease.card_uuid == move.card_uuid
             if has_left:
+                state.misfit = ""
                 self._end_move(lease, state, now_ns, effects)
             else:
                 self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
@@ -429,6 +436,7 @@ class ColdParking:
             else:
                 self._discharge(lease, state)
             if self._upgrades.take_back(lease, state, reason, now_ns, effects):
+                state.misfit = reason
                 effects.append(ParkFailed(lease.snapshot(), None, reason))
                 self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, effects)
                 return

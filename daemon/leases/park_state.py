@@ -144,6 +144,7 @@ class ParkState:
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
         is_in_place: Whether it is parked for a direct move, with its bytes in its worker, or in the one set aside.
         direct_failure: Why its last direct move failed; "" if none has, or if it has moved since then.
+        misfit: Why other workers could not continue it, so that its former one took it back; "" if one has since then.
         last_move: As in ParkSnapshot.
         refusal: Why waiting operations are refused once its next worker has adopted it in its parked state; "" if it
           returns.
@@ -178,6 +179,7 @@ class ParkState:
     refusal: str = ""
     is_in_place: bool = False
     direct_failure: str = ""
+    misfit: str = ""
     last_move: str | None = None
 
     @property

@@ -63,12 +63,12 @@ class WorkerUpgrades:
         self._park = park
 
     def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, effects: list[Effect]) -> bool:
-        """Set aside the worker that a session has left for its upgrade, or for a direct move.
+        """Set aside the worker that a session has left for its upgrade, for a direct move, or after a misfit.
 
         Returns False if it left for another reason. `held_bytes` are those that the worker holds and that the lease's
         charge leaves out now.
         """
-        if state.move is None or not (state.move.from_version or state.is_in_place):
+        if state.move is None or not (state.move.from_version or state.is_in_place or state.misfit):
             return False
         state.held_id = self._held.hold(lease, held_bytes, effects)
         return True

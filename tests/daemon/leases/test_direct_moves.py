@@ -219,6 +219,67 @@ def test_a_card_without_room_for_the_session_now_gets_it_through_the_host() -> N
     assert not begin(s).in_place
 
 
+def misfit(s: Scenario) -> int:
+    """Have lease 1 move directly to workers that it does not fit; return the number of its former worker meanwhile."""
+    aside = one(leave(s), RenameWorker).to_id
+    back(s, aside)
+    return aside
+
+
+def back(s: Scenario, aside: int) -> None:
+    """Have the session not fit its next workers, and go back to its former one."""
+    for _ in range(2):
+        s.do(WorkerReady(1))
+        effects = list(s.do(SessionReturnFailed(1, state_of(s).number, "a variable is elsewhere", is_mismatch=True)))
+        if RenameWorker(aside, 1) in effects:
+            break
+    assert RenameWorker(aside, 1) in effects
+    s.do(SessionReturned(1, state_of(s).number, 50))
+    for context in s.table.warming():
+        s.do(WorkerExited(context.warm_id, "it was killed"))
+        s.do(ReclaimProved(context.warm_id))
+    assert (s.lease(1).state.name, s.lease(1).card_uuid, state_of(s).phase) == ("ACTIVE", "GPU-a", ParkPhase.RESIDENT)
+
+
+def leave_through_host(s: Scenario) -> int:
+    """Have lease 1 leave for the other card through the host; return the number of the worker that is set aside."""
+    order = begin(s)
+    assert not order.in_place
+    s.do(SessionParked(1, order.number, 50))
+    one(s.do(RegionProved(1)), LeaveSession)
+    effects = list(s.do(SessionImaged(1, order.number, 1000)))
+    assert KillWorker not in kinds(effects)
+    return one(effects, RenameWorker).to_id
+
+
+def test_a_session_that_has_fitted_no_other_worker_keeps_its_own_during_the_next_moves() -> None:
+    s = scenario()
+    misfit(s)
+    for _ in range(2):
+        # Without its former worker the lease would end here.
+        back(s, leave_through_host(s))
+    leave_through_host(s)
+    s.do(WorkerReady(1))
+    effects = list(s.do(SessionReturned(1, state_of(s).number, 50)))
+    one(effects, LeaseMoved)
+    one(effects, KillWorker)
+    assert (s.lease(1).card_uuid, state_of(s).misfit) == ("GPU-b", "")
+
+
+def test_a_session_that_has_fitted_no_other_worker_is_not_parked_cold() -> None:
+    s = scenario()
+    misfit(s)
+    number = one(s.do(MoveRequested(MOVE, 1, "ann", None)), ParkSession).number
+    s.do(SessionParked(1, number, 50))
+    effects = list(s.do(RegionProved(1)))
+    assert "a variable is elsewhere" in one(effects, RequestDenied).denial.message
+    assert LeaveSession not in kinds(effects)
+    snapshot = s.table.parking.of(1)
+    assert snapshot is not None
+    assert (snapshot.phase, snapshot.depth) == (ParkPhase.PARKED, ParkDepth.WARM)
+    assert "a variable is elsewhere" in snapshot.stays_here
+
+
 def test_a_session_that_is_in_no_worker_any_more_has_lost_its_worker() -> None:
     """Its former worker dies during the copy, which fails then, and so does that of the next worker."""
     s = scenario()
