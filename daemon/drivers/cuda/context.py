@@ -28,6 +28,7 @@ from gpulease.daemon.drivers.cuda.memory import (
     LocalMemory,
     block_bytes,
 )
+from gpulease.daemon.drivers.cuda.module_history import ModuleHistory
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_if_shown, take_once_given
 from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
@@ -122,7 +123,9 @@ class CudaContext:
         self._leaves_traces = False
         # Whether a loaded module has kernels that call the driver's own functions.
         self._has_system_calls = False
-        self._modules: dict[CudaModule, None] = {}
+        # Each with its number in the history.
+        self._modules: dict[CudaModule, int] = {}
+        self._history = ModuleHistory()
         # Bytes of modules' variables that come from another process, by address, until they are written.
         self._contents: list[tuple[int, bytes]] = []
         self._wipes_memory = is_heap_wiped()
@@ -505,6 +508,8 @@ class CudaContext:
             raise DriverError("it is not parked")
         if self._has_system_calls:
             raise DriverError("a module calls malloc, free or assert, and their heap and state belong to the context")
+        if why := self._history.why_elsewhere():
+            raise DriverError(why)
         variables = [place for module in self._modules for place in module.variables()]
         size_bytes = sum(size for _, size in variables)
         if size_bytes > MAX_VARIABLE_BYTES:
@@ -652,6 +657,7 @@ class CudaContext:
         # Once anything was zeroed, a new stream must be ordered after it.
         number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
+        self._history.add_stream()
         self._launcher.show_streams(self._streams.handles)
         self._mark(number)
         return number
@@ -708,7 +714,9 @@ class CudaContext:
             raise self._fault
         keeps_code = self._slice is not None
         module = load_image(image, admit, self._local, self.compiled, self._on_weighed, code, keeps_code=keeps_code)
-        self._modules[module] = None
+        self._modules[module] = self._history.add(
+            module.device_bytes, has_variables=bool(module.names), calls_driver=module.calls_driver
+        )
         return module
 
     def compile_kernel(self, kernel: Any, threads: int) -> bool:
@@ -728,7 +736,8 @@ class CudaContext:
         """Unload the module once everything launched before has ended."""
         # No launch queued before may still use the module.
         self.sync(poll)
-        self._modules.pop(module, None)
+        if (number := self._modules.pop(module, None)) is not None:
+            self._history.remove(number)
         unload(module.loaded)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:

@@ -73,6 +73,7 @@ class Weight:
         device_bytes: Bytes of the card that it takes while it is loaded.
         shared_bytes: The part of `device_bytes` that lies in pages shared with other modules.
         has_system_calls: Whether it calls the driver's own functions that make the context take more memory.
+        calls_driver: Whether it calls any of the driver's own functions.
         leaves_traces: Whether its kernels may leave data in memory that the driver keeps when the module is unloaded:
           in variables, or in the heap or the print buffer, through the driver's own functions.
         cooperative: Names of the kernels that seem to synchronise their grid, so that only a cooperative launch can run
@@ -83,6 +84,7 @@ class Weight:
     device_bytes: int
     shared_bytes: int
     has_system_calls: bool
+    calls_driver: bool
     leaves_traces: bool
     cooperative: frozenset[str] = frozenset()
     variables: tuple[tuple[str, bool], ...] = ()
@@ -200,7 +202,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
     }
     sums: dict[int, int] = {}
     symbols = list(file.symbols())
-    has_system_calls = leaves_traces = False
+    has_system_calls = calls_driver = leaves_traces = False
     variables: dict[str, bool] = {}
     # Step 2: read the symbols. Refuse managed variables, note calls of the driver's functions, and correct the sizes
     # that a 32-bit header can't show.
@@ -208,7 +210,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
         if symbol.other & _MANAGED and symbol.kind not in (_FUNCTION, _SECTION_SYMBOL):
             raise managed_refused(file.name_of(symbol).decode(errors="replace"))
         if symbol.kind == _FUNCTION and symbol.section == 0:
-            leaves_traces = True
+            calls_driver = leaves_traces = True
             has_system_calls |= file.name_of(symbol) not in _FREE_OF_CHARGE
         elif symbol.kind == _OBJECT and (index := symbol.section) in sizes:
             sums[index] = sums.get(index, 0) + symbol.size
@@ -225,6 +227,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
         own + shared,
         shared,
         has_system_calls,
+        calls_driver,
         leaves_traces,
         _cooperative(file, symbols),
         tuple(sorted(variables.items())),

@@ -91,7 +91,7 @@ class CudaModule:
     Attributes:
         loaded: Its CUmodule.
         names: Its variables, each with whether kernels can write it.
-        has_system_calls: Whether it calls functions of the driver's own.
+        calls_driver: Whether it calls functions of the driver's own.
         code: The machine code that was compiled from its PTX, if it is kept.
     """
 
@@ -101,7 +101,7 @@ class CudaModule:
     kept_bytes: int
     loaded: Any
     names: tuple[tuple[str, bool], ...] = ()
-    has_system_calls: bool = False
+    calls_driver: bool = False
     code: bytes = b""
 
     def variables(self) -> list[tuple[int, int]]:
@@ -180,7 +180,7 @@ def load_image(
         kept_bytes,
         loaded,
         weight.variables,
-        weight.has_system_calls,
+        weight.calls_driver,
         cubin if keeps_code and not image.startswith(_ELF) else b"",
     )
 
