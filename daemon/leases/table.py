@@ -576,8 +576,7 @@ class LeaseTable:
                 )
             )
             return
-        # Release leases with their regions, then lasting fences of regions in live leases, then warm contexts and
-        # submits.
+        # Release leases with their regions, then fences of regions in live leases, warm contexts and submits.
         uuids = {account.card.uuid for account in selected}
         cleared = [lease for lease in self._store.fenced.values() if lease.card_uuid in uuids]
         lease_ids = [lease.lease_id for lease in cleared]
@@ -626,8 +625,7 @@ class LeaseTable:
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, effects: list[Effect]) -> None:
         if lease.park is not None and self._cold.on_worker_ready(lease, lease.park, now_ns, effects):
             return
-        # Ignore a late report for a lease that has ended, and the report of a worker that was requested before the
-        # lease had room.
+        # Ignore a late report for an ended lease, and that of a worker that was requested before there was room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         # `may_grant` may end the lease: a claim is never granted after the membership deadline.
