@@ -22,8 +22,12 @@ from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import HOT, Recorder, opened, read
 
 PROMPTS = {"a": [7, 1, 9], "b": list(range(100, 120)), "c": list(range(300, 309)), "d": list(range(40, 73))}
-TOKENS = 27
-STEPS = range(1, 31)
+TOKENS = 16
+"""So many that every sequence begins another block of positions on the way."""
+
+STEPS = range(1, TOKENS + 2)
+"""The steps of a quiet run."""
+
 Outputs = dict[str, list[Emitted]]
 End = Callable[[Daemon, Decoder, str], Awaitable[None]]
 
@@ -63,6 +67,7 @@ def before_step(decoder: Decoder, number: int, act: Callable[[], Awaitable[None]
     engine.start = start  # type: ignore[method-assign]
     try:
         yield
+        assert count >= number
     finally:
         del engine.start
 
@@ -149,7 +154,7 @@ def test_continuous_batch_scheduler_recovers_one_tenant_under_revocation(daemon:
 def test_a_tenant_is_recovered_at_every_step_and_by_every_end(daemon: Daemon) -> None:
     """Ends take turns, four steps each, one a tenant; the first step, one within and the last have all of them."""
     moments = [(number, ENDS[number // len(PROMPTS) % len(ENDS)]) for number in STEPS]
-    moments += [(number, end) for number in (STEPS[0], STEPS[14], STEPS[-1]) for end in ENDS]
+    moments += [(number, end) for number in (STEPS[0], STEPS[9], STEPS[-1]) for end in ENDS]
     check(daemon, moments)
 
 
@@ -160,7 +165,7 @@ def test_a_tenant_is_recovered_whose_time_is_up(daemon: Daemon, monkeypatch: pyt
     monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 0.1)
     # Otherwise its sequences move before that.
     monkeypatch.setattr("gpulease.client.decode.supervisor.tenant_regions.MOVE_MARGIN_S", 0.0)
-    check(daemon, [(number, by_ttl) for number in (1, 9, 30)])
+    check(daemon, [(number, by_ttl) for number in (1, 9, STEPS[-1])])
 
 
 # --- Reports. ---
