@@ -75,10 +75,7 @@ async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:
     os.kill(daemon.worker_pid(decoder._supervisor.serving.lease.lease_id), signal.SIGKILL)
 
 
-ENDS = [revoke_lease, *(pytest.param(lose, marks=pytest.mark.exhaustive) for lose in (free_lease, kill_worker))]
-
-
-@pytest.mark.parametrize("lose", ENDS)
+@pytest.mark.parametrize("lose", [revoke_lease, pytest.param(free_lease, marks=pytest.mark.exhaustive)])
 def test_everybody_goes_on_with_the_same_tokens_after_the_loss_of_the_engine(
     daemon: Daemon, alone: Outputs, lose: Loss
 ) -> None:
@@ -103,11 +100,15 @@ def test_a_killed_worker_is_nobody_s_fault_and_everybody_goes_on_together(
     daemon: Daemon, alone: Outputs, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gpulease.decode")
+    heard = Recorder()
 
     async def scene(decoder: Decoder) -> None:
         assert await outputs_around(decoder, lambda: kill_worker(daemon, decoder)) == alone
 
-    play(daemon, scene)
+    play(daemon, scene, heard)
+    (rebuilt,) = heard.rebuilt
+    assert (rebuilt.is_known, rebuilt.is_planned) == (True, False)
+    assert all(report.is_engine_scoped for report in heard.rebinds)
     assert lines_of(caplog, "suspects_isolated") == []
     (lost,) = lines_of(caplog, "engine_lost")
     assert "was killed by SIGKILL" in str(lost["cause"])
