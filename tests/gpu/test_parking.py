@@ -266,6 +266,25 @@ def test_the_drivers_threads_have_no_malloc_arena(node: Daemon) -> None:
         assert not arenas_of(node.worker_pid(lease.lease_id))
 
 
+@pytest.mark.parametrize("why", ["unloaded", "stream"])
+def test_a_session_stays_in_its_process_if_a_variable_would_move(node: Daemon, why: str) -> None:
+    with lease_of(node, 64 * MIB) as lease, GpuSession(lease) as session:
+        if why == "stream":
+            session.stream()
+            module = session.module_load(POINTERS)
+        else:
+            earlier, module = session.module_load(POINTERS), session.module_load(POINTERS)
+            session.module_unload(earlier)
+        counted = session.mem_alloc(8)
+        for turn in range(1, 3):
+            session.launch(module, "count", [1], [1], count_args(counted))
+            assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (5 + turn,)
+            session.sync()
+            with pytest.raises(Unsupported, match=why):
+                leave(node, lease)
+            assert why in node.query(lease.lease_id)["park"]["stays_here"]
+
+
 def test_a_session_moves_between_cards(cards: Cards) -> None:
     if len(cards.used_bytes()) < 2:
         pytest.skip("a move needs two cards")
