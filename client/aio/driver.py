@@ -163,7 +163,7 @@ async def _give_back_when_done(
     making: "asyncio.Task[None]", results: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
 ) -> None:
     while not making.done():
-        # A loop that closes cancels both tasks. Ignore that here, because the task that makes the result then ends.
+        # When the event loop closes, it cancels this task and `making`. Ignore that here: `making` then ends anyway.
         with suppress(asyncio.CancelledError):
             await asyncio.wait((making,))
     # The operation finished after its caller was cancelled.

@@ -483,7 +483,7 @@ class GpuSession(SessionView):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
-            # A block left by an error does not wait: what it waited for may never end.
+            # If the block raised an error, do not wait: the work may never end.
             if kind is None:
                 if self._on_printed is not None:
                     await self._pass_printed(self._on_printed)
@@ -495,14 +495,16 @@ class GpuSession(SessionView):
         return await undisturbed(self._drive(procedure))
 
     async def _drive(self, procedure: Procedure[T]) -> T:
-        # A method, because a task that continues in the background must keep the session from being dropped meanwhile.
+        # This is a method, so that a task that continues in the background refers to the session, which is then not
+        # dropped meanwhile.
         return await drive(procedure)
 
     async def _begin(self, operation: Callable[[], MaybePending[None]]) -> None:
         await self._lock.acquire()
         remaining = None
         try:
-            # Try the operation at once, under the lock. Only if it has to wait, it becomes a task that keeps the lock.
+            # Try the operation at once, under the lock. Only if it has to wait does it become a task, which keeps the
+            # lock.
             remaining = operation()
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # as `drive` does
@@ -513,7 +515,8 @@ class GpuSession(SessionView):
             await undisturbed(self._finish(remaining))
 
     async def _finish(self, remaining: Procedure[T]) -> T:
-        # The caller has acquired the lock, so that no other operation comes between its part and this one.
+        # The caller has acquired the lock, so that no other operation comes between the part of the operation that the
+        # caller executed and the rest.
         try:
             return await drive(remaining)
         finally:

@@ -84,11 +84,10 @@ def make(session: SessionView, calls: Calls[T]) -> T:
     answer = None
     while True:
         try:
-            # A Call goes through the session's public method, so that it is recorded and locked like a program's own
-            # call.
             step = calls.send(answer)
         except StopIteration as done:
-            # The core yields two kinds of steps: calls of the session, and procedures that only move bytes.
             result: T = done.value
             return result
+        # A step is a call of the session, or a procedure that only moves bytes. A call goes through the session's
+        # public method, so that it is recorded and locked like a program's own call.
         answer = getattr(session, step.method)(*step.args, **step.keywords) if isinstance(step, Call) else drive(step)

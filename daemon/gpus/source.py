@@ -145,7 +145,10 @@ MAX_PAUSE_S: Final = 4.0
 
 
 def pause_s(tried: int, waited_s: float) -> float | None:
-    """Return the pause after `tried` attempts, which doubles each time; None if it would exceed RETRY_S."""
+    """Return the pause after `tried` attempts. It doubles each time, up to MAX_PAUSE_S.
+
+    None if the time waited and the pause would together exceed RETRY_S.
+    """
     # The pause counts towards the limit, so that no attempt begins after the limit.
     wanted_s = back_off_s(tried - 1, FIRST_PAUSE_S, MAX_PAUSE_S)
     return None if waited_s + wanted_s > RETRY_S else wanted_s
@@ -163,7 +166,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except CardsUnavailable as error:
-            # Raise a permanent fault at once, and one that may pass when the time for retries is over.
+            # Raise a permanent fault at once. Raise one that may pass only once the time for retries is over.
             wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise

@@ -120,14 +120,14 @@ class ParkState:
     Attributes:
         number: Number of the last order to the worker; answers to an earlier one are ignored.
         ordered_ns: Time of that order.
-        due_ns: Time until which requests for the park wait for its end; None while there is nothing to wait for.
-        used_ns: Time at which the session was last seen in use. To make room for others, the least recently used is
-          parked first.
+        due_ns: Time at which the present step must be done: a park, leaving the process, or the start of a new worker.
+          For a session parked warm, when it is to leave its process. None while there is nothing to time.
+        used_ns: Time at which it was last seen in use. To make room, the least recently used session is parked first.
         idle_retry_ns: Time before which idleness does not park it, because its last park was refused.
         stays_until_ns: Time before which it is not parked for others' need, because it has just come to its card or
           refused a park.
         off_bytes: Bytes of the lease's charge that are released to the card: more than 0 only while PARKED, or while
-            RETURNING for lack of room. If it is COLD, the whole charge.
+          RETURNING only so that a worker can refuse the waiting operations (`refusal`). If COLD, the whole charge.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
         is_repeated: Whether it is parked again for requests after their first park ended early because an operation
@@ -146,8 +146,8 @@ class ParkState:
         direct_failure: Why its last direct move failed; "" if none has, or if it has moved since then.
         misfit: Why other workers could not continue it, so that its former one took it back; "" if one has since then.
         last_move: As in ParkSnapshot.
-        refusal: Why waiting operations are refused once its next worker has adopted it in its parked state; "" if it
-          returns.
+        refusal: If its next worker adopts it only to refuse the waiting operations, the reason that they get; "" if it
+          really returns.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT

@@ -147,7 +147,7 @@ class Turns:
     """The turns of one card's sessions.
 
     Attributes:
-        bars: The sessions that lost their turns in the last update.
+        bars: One `Bar` for each session that lost its turns in the last update.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Turns:
     def next_round_ns(self, now_ns: int) -> int:
         """Return when the next round is due.
 
-        A round also ends with each period, because balances are complete only there.
+        A round also ends with each period, because balances are complete only at the end of a period.
         """
         left_ns = self._until_ns - now_ns
         if not self._turns or left_ns <= 0:

@@ -303,10 +303,10 @@ class RegionGate:
         return flip
 
     def refuse_revoked(self, member: int, flipped_ns: int, kernel: str, position: int, seen_ns: int) -> Refused:
-        """Return the refusal of a launch that native code refused in the set in use. Record it for the broker.
+        """Return the refusal of a launch with the set in use that native code refused. Record it for the broker.
 
         Args:
-            member: Number of the revoked region in the set.
+            member: Index of the revoked region in the set's `regions`.
             flipped_ns: When it was revoked.
             kernel: The launch's kernel.
             position: The launch's position.
@@ -324,10 +324,10 @@ class RegionGate:
     def refuse(self, region: MappedRegion, flip: Flip, kernel: str, position: int | None, now_ns: int) -> Refused:
         """Return the refusal of a launch or a copy because of a region, and record it for the broker.
 
-        Its `site` is the number of launches of the session that have begun since the last wait (SYNC, STREAM_SYNC) that
-        was answered, or the last failure that was reported. This counts launches with and without a set, in all
-        streams, and each kernel of a graph. If a tenant numbers the launches of a burst from 0, it is the number of the
-        launch that did not begin.
+        Its `site` is the number of launches that have begun since the session last answered a wait (SYNC, STREAM_SYNC)
+        or reported a failure, whichever is later. This counts launches with and without a set, in all streams, and each
+        kernel of a graph. If a tenant numbers the launches of a burst from 0, `site` is the number of the launch that
+        did not begin.
         """
         # Read the facts of this refusal before it changes the region's state.
         site, is_repeat, has_ended = self.launches_begun() & _U32_MASK, region.is_reported, flip.word in ENDED_WORDS
@@ -351,7 +351,7 @@ class RegionGate:
         return Refused(failure)
 
     def end_at(self, address: int) -> str:
-        """Describe the end of the region at this address; "" if there is none, or if its end has not begun."""
+        """Return text that names the ended region at this address; "" if no region there has begun to end."""
         ended = (
             candidate
             for candidate in self.regions.values()

@@ -256,7 +256,8 @@ def jobs() -> dict[str, Job]:
 
 def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
     rows, columns, depth, stages, warps = tile
-    # The manifest lists parameters in this order; weights' planes come between x and R.
+    # The manifest lists parameters in this order. `weights` (the weights, with their scales and zeros if they have any)
+    # come between x and R.
     types = _types(f"parts:f x:b {weights} R N K chunk")
     return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
 
@@ -288,9 +289,9 @@ def _experts(function: Any, types: str, divisible: tuple[str, ...], tile: Tile) 
 
 def _attention_jobs(width: int) -> dict[str, Job]:
     """Return the kernels of attention for heads of this width."""
-    s, cache, places = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
+    s, cache, divisible = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
     norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
-    splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
+    partials, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
     read_rows = f"q:b rows:w tables:w {cache} table_blocks R H G"
     compiled = {
         f"rope_append_{width}": Job(
@@ -298,25 +299,25 @@ def _attention_jobs(width: int) -> dict[str, Job]:
             _types(f"q:b parts:f {norms} rows:w splits stride {cache} H G has_bias has_norm eps:fp32"),
             {"HALF": width // 2, "HEADS": ROPE_HEADS},
             warps=min(4, 1 << (width // 16).bit_length() - 1),
-            divisible=places,
+            divisible=divisible,
         ),
     }
     # Rows with a window do not see enough to be cut.
-    read_spans = f"x:b {splits} q:b rows:w tables:w spans:w {cache} table_blocks H G scale:fp32"
+    read_spans = f"x:b {partials} q:b rows:w tables:w spans:w {cache} table_blocks H G scale:fp32"
     compiled |= {
         f"attend_spans_{width}": _attend_prompt(s.attend_spans, width, _types(read_spans)),
         f"attend_row_spans_{width}": _attend(s.attend_row_spans, width, _types(read_spans)),
-        f"combine_spans_{width}": _combine(width, _types(f"x:b {splits} rows:w H cuts:w")),
+        f"combine_spans_{width}": _combine(width, _types(f"x:b {partials} rows:w H cuts:w")),
     }
     # Compile each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
         compiled |= {
-            f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),
+            f"attend_{name}": _attend(s.attend, width, _types(f"{partials} {read} splits scale:fp32{window}")),
             f"attend_whole_{name}": _attend_whole(width, _types(f"x:b {read} scale:fp32{window}")),
             f"attend_prompt_{name}": _attend_prompt(
                 s.attend_prompt, width, _types(f"x:b {read_rows} scale:fp32{window}")
             ),
-            f"combine_{name}": _combine(width, _types(f"x:b {splits} rows:w H splits{window}")),
+            f"combine_{name}": _combine(width, _types(f"x:b {partials} rows:w H splits{window}")),
         }
     return compiled
 

@@ -1620,7 +1620,7 @@ def sample_guided(
     results, guided, bests, tokens, parts, guides, rows, own_bests, own_tokens, own_totals, splits, stride, V, blocks,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Choose each row's token from its guided logits, and report it with the probability that its own logits give it.
+    """Choose each row's token from its guided logits. Report it with the probability that the row's own logits give it.
 
     `own_bests`, `own_tokens` and `own_totals` are the results of `scan` for the row's own logits. A row with a TARGET
     (not -1) reports that token's logit instead of the chosen token's. This is how the tokens of a prompt are scored.
@@ -1640,10 +1640,11 @@ def rank(
     ranked, parts, guides, bests, tokens, splits, stride, V, blocks,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write each row's RANKS likeliest tokens and their logits, ranked [R, PLACES, 2]; of equal ones the lowest token.
+    """Write each row's RANKS likeliest tokens and their logits to `ranked` [R, PLACES, 2].
 
-    `bests` and `tokens` are the results of `scan`; there are at most LANES blocks. If a row has fewer numbers, the rest
-    is -infinity.
+    Equal logits are ordered by token, lowest first. `bests` and `tokens` are the results of `scan`; there are at most
+    LANES blocks. If fewer than RANKS of a row's logits are numbers above -infinity, the remaining places have the logit
+    -infinity.
     """
     row = tl.program_id(0)
     lanes = tl.arange(0, LANES)

@@ -439,7 +439,7 @@ class JournalProjector:
 
     Args:
         rows: Leases that have a row already.
-        next_tombstone: The number of the next tombstone.
+        next_tombstone: The number of the next lease's tombstone.
         regions: Regions that have a row already.
         next_region_tombstone: The number of the next region's tombstone.
         epochs: Names that have a row, with their highest epochs.
@@ -453,7 +453,7 @@ class JournalProjector:
         next_region_tombstone: int = 0,
         epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
-        # The keys are the leases that have a row; a lease gets one with its grant.
+        # By lease that has a row, its worker's pid (0: none). A lease gets a row when it is granted, or fenced before.
         self._pids = {lease.lease_id: lease.worker_pid for lease in rows}
         self._next_tombstone = next_tombstone
         self._epochs = HighestEpochs(epochs)
@@ -476,7 +476,7 @@ class JournalProjector:
             self._update_region(event.region_id, table, changes)
         elif isinstance(event, RegionRestored):
             self._update_region(event.kept.region_id, table, changes)
-        # Everything else changes with its effects. The rows are written from the table, which has handled them all.
+        # All other rows change by effects. They are written from `table`, which has the state after all of them.
         for effect in effects:
             if type(effect) in _CHANGING:
                 self._on_effect(effect, table, pid_of, changes)
