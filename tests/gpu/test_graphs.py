@@ -219,6 +219,23 @@ AGAIN:
     st.global.u64 [%d1+16], %d3;
     ret;
 }
+.visible .entry reading(.param .u64 out, .param .u64 constant)
+{
+    .reg .b64 %d<6>;
+    .pragma "gpulease.early_reads";
+    ld.param.u64 %d4, [constant];
+    cvta.to.global.u64 %d4, %d4;
+    ld.global.u64 %d5, [%d4];
+    mov.u64 %d2, %globaltimer;
+    griddepcontrol.wait;
+    ld.param.u64 %d1, [out];
+    cvta.to.global.u64 %d1, %d1;
+    ld.global.u64 %d3, [%d1];
+    st.global.u64 [%d1+8], %d2;
+    st.global.u64 [%d1+16], %d3;
+    st.global.u64 [%d1+24], %d5;
+    ret;
+}
 """
 
 
@@ -236,6 +253,22 @@ def test_a_kernel_that_waits_by_itself_starts_before_the_one_before_it_ends(sess
         # The kernel started during the 20 ms of the first one, and waited for what that one wrote at its end.
         assert end - 20_000_000 < start < end
         assert seen == end
+
+
+def test_a_kernel_reads_what_nobody_writes_before_the_one_before_it_ends(session: GpuSession) -> None:
+    if session.compute_capability < 90:
+        pytest.skip("griddepcontrol is for compute capability 9.0 and later")
+    module, times = session.module_load(EARLY), session.zeros(4, np.uint64)
+    constant = session.array(np.array([41], np.uint64))
+    with session.record() as graph:
+        session.launch(module, "slow", [1], [1], [times])
+        session.launch(module, "reading", [1], [1], [times, constant])
+    for _ in range(3):
+        graph.launch()
+        session.sync()
+        end, start, seen, read = (int(value) for value in times.numpy())
+        assert end - 20_000_000 < start < end
+        assert (seen, read) == (end, 41)
 
 
 def test_an_early_kernel_sees_what_came_before_the_kernel_that_it_waits_for(session: GpuSession) -> None:

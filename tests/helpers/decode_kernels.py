@@ -2,13 +2,12 @@
 
 import struct
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.decode.engine.kernel_library import manifest
+from gpulease.client.decode.engine.kernel_library import early_image, image, manifest
 from gpulease.client.decode.row_records import NO_ROW, ROW
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import CpuKernel
@@ -22,10 +21,14 @@ _GUARD_BYTES: Final = bytes(range(0xA0, 0xA0 + GUARD))
 
 
 class KernelRig:
-    """Launches kernels with arguments by parameter name. Checks the guard bytes of every array after each launch."""
+    """Launches kernels with arguments by parameter name. Checks the guard bytes of every array after each launch.
 
-    def __init__(self, context: CpuContext) -> None:
+    With `starts_early`, the kernels are those that cards of compute capability 9.0 get.
+    """
+
+    def __init__(self, context: CpuContext, *, starts_early: bool = False) -> None:
         self._context = context
+        self._image = early_image if starts_early else image
         self._kernels: dict[str, CpuKernel] = {}
         # The allocations of placed arrays, by the arrays' addresses.
         self._allocations: dict[int, int] = {}
@@ -79,8 +82,8 @@ class KernelRig:
 
     def _kernel(self, name: str) -> CpuKernel:
         if name not in self._kernels:
-            ptx = files("gpulease.client.decode.kernels").joinpath(f"{name}.ptx").read_bytes()
-            self._kernels[name] = self._context.module_load(ptx).kernels[manifest().kernels[name].kernel]
+            module = self._context.module_load(self._image(name))
+            self._kernels[name] = module.kernels[manifest().kernels[name].kernel]
         return self._kernels[name]
 
 

@@ -9,10 +9,17 @@ from typing import Final
 
 from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import Plane
+from gpulease.client.decode.engine.early_start import starting_early
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
 
 _FOLDER: Final = "gpulease.client.decode.kernels"
+
+_WEIGHTS: Final = frozenset({"w", "scales", "steps", "zeros", "weight", "outer", "bias", "q_norm", "k_norm"})
+"""Names of the parameters that are weights."""
+
+_UNWRITTEN: Final = _WEIGHTS | {"cosines", "sines", "rows"}
+"""Names of the parameters whose memory no kernel writes: weights, tables of the model, and the rows of a step."""
 
 _SCRATCH_PARAMETERS: Final = 2
 """Number of pointers to scratch memory that Triton appends to every kernel's parameters. These kernels use no scratch
@@ -105,20 +112,25 @@ class KernelLaunch:
         self.name, self.grid, self.values = name, grid, values
 
 
-def starting_early(ptx: bytes) -> bytes:
-    """Return a kernel for compute capability 9.0 that a graph may start before the previous launch has ended.
+def image(name: str) -> bytes:
+    """Return the PTX of one of the package's kernels."""
+    return files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
 
-    Its blocks wait for the end of that launch before they do anything else, so its results are the same.
-    """
-    head, body = ptx.replace(b".target sm_80\n", b".target sm_90\n").split(b"\n{\n", 1)
-    return head + b"\n{\n\tgriddepcontrol.wait;\n" + body
+
+def early_image(name: str) -> bytes:
+    """Return the PTX of one of the package's kernels, as `starting_early` changes it."""
+    parameters = manifest().kernels[name].parameters
+    unwritten = frozenset(place for place, parameter in enumerate(parameters) if parameter in _UNWRITTEN)
+    # A linear permits the next launch once it has read its weights. Other kernels take so little of the card that the
+    # next launch fits beside them.
+    return starting_early(image(name), unwritten, permits_first="w" not in parameters)
 
 
 class KernelLibrary:
     """The loaded kernels of one session. The modules stay loaded until the session ends."""
 
     def __init__(self, session: GpuSession, *, starts_early: bool = False) -> None:
-        """Prepare to load kernels; with `starts_early` in the form of `starting_early`."""
+        """Prepare to load kernels; with `starts_early` as `early_image` returns them."""
         self._session = session
         self._starts_early = starts_early
         self._modules: dict[str, Module] = {}
@@ -128,10 +140,8 @@ class KernelLibrary:
         for name in names:
             if name not in self._modules:
                 # Loading compiles PTX for the card, which takes time; so each module is loaded once and kept.
-                ptx = files(_FOLDER).joinpath(f"{name}.ptx").read_bytes()
-                self._modules[name] = await self._session.module_load(
-                    starting_early(ptx) if self._starts_early else ptx
-                )
+                ptx = early_image(name) if self._starts_early else image(name)
+                self._modules[name] = await self._session.module_load(ptx)
 
     async def launch(self, launch: KernelLaunch) -> None:
         """Launch a loaded kernel, or record the launch if the session is recording a graph."""

@@ -1,13 +1,13 @@
 """Which kernels may start while the launch before them ends: those that wait before they touch memory."""
 
-from importlib.resources import files
-
 import pytest
 
-from gpulease.client.decode.engine.kernel_library import manifest, starting_early
+from gpulease.client.decode.engine.early_start import starting_early
+from gpulease.client.decode.engine.kernel_library import early_image, manifest
 from gpulease.daemon.drivers.cuda.dependent_kernels import MAX_STATEMENTS, waiting_kernels
 
 WAIT = "griddepcontrol.wait;"
+MAY_READ = '.pragma "gpulease.early_reads";'
 
 
 def ptx(*bodies: str) -> bytes:
@@ -28,6 +28,9 @@ def ptx(*bodies: str) -> bytes:
         "/* st.global.u32 [%d1], 1; */ // another { line\n",
         "setp.lt.u32 %p, %r1, 64; @%p prefetch.global.L2 [%d1]; @!%p cp.async.bulk.prefetch.L2.global [%d1], 256;",
         "prefetch.L1 [%d1]; prefetch.global.L2::evict_last [%d1];",
+        MAY_READ,
+        MAY_READ + "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%d1+16]; @%p ld.global.u32 %r1, [%d1];",
+        MAY_READ + "cp.async.cg.shared.global [ %r1 + 0 ], [ %d1 + 0 ], 0x10, %r2; cp.async.commit_group;",
     ],
 )
 def test_what_may_come_before_the_wait(before: str) -> None:
@@ -50,6 +53,15 @@ def test_what_may_come_before_the_wait(before: str) -> None:
         "cp.async.ca.shared.global [%r1], [%d1], 16;" + WAIT,
         "ld.param.u64 %d1, [out]; ld.u32 %r1, [%d1];" + WAIT,
         "prefetch.tensormap [%d1];" + WAIT,
+        "ld.global.u32 %r1, [%d1];" + MAY_READ + WAIT,
+        "// " + MAY_READ + "\nld.global.u32 %r1, [%d1];" + WAIT,
+        "/* " + MAY_READ + " */ ld.global.u32 %r1, [%d1];" + WAIT,
+        '.pragma "other";' + "ld.global.u32 %r1, [%d1];" + WAIT,
+        MAY_READ + "st.global.u32 [%d1], 1;" + WAIT,
+        MAY_READ + "st.shared.u32 [%r1], 1;" + WAIT,
+        MAY_READ + "atom.global.add.u32 %r1, [%d1], 1;" + WAIT,
+        MAY_READ + "cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1], 16;" + WAIT,
+        MAY_READ + "L: ld.global.u32 %r1, [%d1]; @%p bra L;" + WAIT,
         "{ .reg .b32 %r1; }" + WAIT,
         "ret; //" + WAIT,
         "/*" + WAIT + "*/",
@@ -62,6 +74,8 @@ def test_what_may_not(body: str) -> None:
 
 def test_each_kernel_of_an_image_is_judged_by_itself() -> None:
     assert waiting_kernels(ptx(WAIT, "ld.global.u32 %r1, [%d1];" + WAIT, WAIT)) == {"k0", "k2"}
+    reading = "ld.global.u32 %r1, [%d1];" + WAIT
+    assert waiting_kernels(ptx(MAY_READ + reading, reading)) == {"k0"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +92,7 @@ def test_each_kernel_of_an_image_is_judged_by_itself() -> None:
 )
 def test_no_kernel_starts_early_in_an_image_that_reads_without_regard_to_writes(read: str) -> None:
     """The wait does not order textures, surfaces and non-coherent loads, not even in functions that a kernel calls."""
-    assert waiting_kernels(ptx(WAIT + read)) == frozenset()
+    assert waiting_kernels(ptx(WAIT + read)) == waiting_kernels(ptx(MAY_READ + WAIT + read)) == frozenset()
     assert waiting_kernels(ptx(WAIT, read)) == frozenset()
     assert waiting_kernels(ptx(WAIT + "// " + read)) == {"k0"}
 
@@ -97,14 +111,13 @@ def test_an_image_is_read_once(filling: bytes) -> None:
 
 
 def test_the_decode_engine_s_kernels_start_early_on_cards_that_can() -> None:
-    early = starting_early(ptx(""))
+    early = starting_early(ptx(""), frozenset(), permits_first=True)
     assert waiting_kernels(early) == {"k0"}
     assert b".target sm_90\n" in early
     # wgmma needs the target that such a kernel has already.
-    assert b".target sm_90a\n" in starting_early(ptx("").replace(b"sm_80", b"sm_90a"))
+    assert b".target sm_90a\n" in starting_early(ptx("").replace(b"sm_80", b"sm_90a"), frozenset(), permits_first=True)
 
 
 @pytest.mark.parametrize("name", manifest().kernels)
 def test_each_kernel_of_the_decode_engine_starts_early(name: str) -> None:
-    early = starting_early(files("gpulease.client.decode.kernels").joinpath(f"{name}.ptx").read_bytes())
-    assert waiting_kernels(early) == {manifest().kernels[name].kernel}
+    assert waiting_kernels(early_image(name)) == {manifest().kernels[name].kernel}
