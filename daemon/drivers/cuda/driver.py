@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.drivers.cuda.context import CudaContext
-from gpulease.daemon.drivers.cuda.jit_cache import Compiled
+from gpulease.daemon.drivers.cuda.jit_cache import CACHE_VARIABLE, Compiled
 from gpulease.daemon.drivers.cuda.launch_code import launching_code
 from gpulease.daemon.drivers.interface import Context, DriverError, Opening
 from gpulease.daemon.host.malloc_arenas import use_one_arena
 from gpulease.daemon.sandbox.measures import SandboxNeeds
-
-CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
-"""The operator's setting for the driver's cache of compiled code (CUDA C++ Programming Guide, "CUDA Environment
-Variables"). Without it the cache is off, because one worker would run code that another wrote there."""
 
 MAX_PRIVATE_BYTES: Final = 16 << 30
 """Maximum private host memory of a worker. A worker uses 130 MiB, plus the memory for compiling its images. The bound

@@ -1,12 +1,13 @@
 """Loads PTX and cubins as modules with kernels that are known by name and parameters.
 
-The driver's linker compiles PTX once. The kernels are listed from the machine code loaded as a library, which takes
-nothing of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo: CUDA driver API 12.4). Then the same code is
-loaded as a module. All calls go through cuda-bindings, because pycuda hides the handles with which native code
-launches.
+PTX is compiled once: as a whole program (whole_program.py), or else by the driver's linker. The kernels are listed from
+the machine code loaded as a library, which takes nothing of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo:
+CUDA driver API 12.4). Then the same code is loaded as a module. All calls go through cuda-bindings, because pycuda
+hides the handles with which native code launches.
 """
 
 import ctypes
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.cubin_footprint import Weight, weigh
 from gpulease.daemon.drivers.cuda.dependent_kernels import waiting_kernels
-from gpulease.daemon.drivers.cuda.jit_cache import Compiled
+from gpulease.daemon.drivers.cuda.jit_cache import CACHE_VARIABLE, Compiled
 from gpulease.daemon.drivers.cuda.launch_code import DynamicSharedMemory
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
+from gpulease.daemon.drivers.cuda.whole_program import compile_whole
 from gpulease.daemon.drivers.interface import (
     AdmitModule,
     DriverError,
@@ -236,9 +238,12 @@ def _attribute(function: Any, attribute: Any) -> int:
 
 
 def _most_shared_bytes() -> int:
+    return _card_attribute(api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+def _card_attribute(attribute: Any) -> int:
     error, device = api.cuCtxGetDevice()
     _check(error)
-    attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     error, value = api.cuDeviceGetAttribute(attribute, device)
     _check(error)
     return int(value)
@@ -252,6 +257,20 @@ def _opt_in(function: Any, size_bytes: int) -> bool:
 
 
 def _compile(ptx: bytes) -> bytes:
+    # If the operator lets workers share the driver's cache, the linker compiles: only it uses the cache.
+    if os.environ.get(CACHE_VARIABLE):
+        return _link(ptx)
+    attribute = api.CUdevice_attribute
+    capability = (
+        _card_attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+        _card_attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+    )
+    error, driver_version = api.cuDriverGetVersion()
+    _check(error)
+    return compile_whole(ptx, capability, int(driver_version)) or _link(ptx)
+
+
+def _link(ptx: bytes) -> bytes:
     option = api.CUjit_option
     log = bytearray(LOG_BYTES)
     # The log is only for errors; the driver cuts it at the buffer's size.

@@ -14,6 +14,10 @@ from typing import Final
 
 import numpy as np
 
+CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
+"""The operator's setting for the driver's cache of compiled code (CUDA C++ Programming Guide, "CUDA Environment
+Variables"). Without it the cache is off, because one worker would run code that another wrote there."""
+
 MAX_IMAGES: Final = 16
 """Maximum number of images kept at a time; the most recently used stay."""
 
