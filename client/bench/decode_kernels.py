@@ -15,7 +15,7 @@ from gpulease.client.decode.checkpoint.weights import Plane
 from gpulease.client.decode.engine.engine import DecodeEngine
 from gpulease.client.decode.engine.forward_pass import chunk_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, manifest
-from gpulease.client.decode.engine.linear_tiles import IN_TURNS, SM_80, grid_of, linear_grid, tiles_of
+from gpulease.client.decode.engine.linear_tiles import IN_TURNS, SM_80, linear_grid, tiles_of
 from gpulease.client.handles import Buffer
 
 KERNEL_LAUNCHES: Final = 32
@@ -112,7 +112,7 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
             continue
         # A tile that does not split its sums has no parts to choose.
         if "chunk" not in values:
-            yield KernelLaunch(name, grid_of(name, rows, count), **values)
+            yield KernelLaunch(name, linear_grid(name, rows, count, 1), **values)
             continue
         # The parts' sums need room in a buffer of the engine. Leave out a number of parts that does not fit.
         parts = values["parts"]

@@ -596,7 +596,7 @@ class ForwardPass:
             name = tile_of(f"linear_{gate}_bf16", self.target, rows, inner, 1)
             (plane,) = gate_up.planes
             shape = {"R": rows, "F": inner, "K": gate_up.columns}
-            yield KernelLaunch(name, grid_of(name, rows, inner), y=b["gated"], x=b["x"], w=plane, **shape)
+            yield KernelLaunch(name, linear_grid(name, rows, inner, 1), y=b["gated"], x=b["x"], w=plane, **shape)
             return
         yield self._linear(gate_up, rows, "x")
         grid = (rows, -(-inner // manifest().kernels[gate].constants["BLOCK_F"]))

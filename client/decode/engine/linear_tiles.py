@@ -64,10 +64,11 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     if rows <= _rows(small):
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
     in_turns = tiles_of(function + IN_TURNS, target) if columns % VECTOR == 0 else []
-    if in_turns and _programs(in_turns[-1], rows, columns) * parts > MULTIPROCESSORS:
-        # There are more tiles than can run at once. In these kernels some warps copy while others multiply, so the end
-        # of one tile overlaps with the beginning of the next. If the last turn would have few tiles, smaller tiles can
-        # be faster.
+    # Parts of a sum are short: their programs gain only if one tile's end overlaps with the beginning of the next.
+    least = ENOUGH_PROGRAMS if parts == 1 else MULTIPROCESSORS + 1
+    if in_turns and _programs(in_turns[-1], rows, columns) * parts >= least:
+        # In these kernels some warps copy while others multiply. If there are more tiles than can run at once and the
+        # last turn would have few, smaller tiles can be faster.
         return min(reversed(in_turns), key=lambda name: _turns_columns(name, rows, columns, parts))
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 

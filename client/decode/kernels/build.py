@@ -111,6 +111,7 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
 }
 
 IN_TURNS_TILES_SM_90A: Final[dict[str, Tile]] = {"128x128": (128, 128, 64, 6, 8), "128x256": (128, 256, 64, 4, 8)}
+GATED_IN_TURNS_TILES_SM_90A: Final[dict[str, Tile]] = {"128x128": (128, 128, 64, 4, 8)}
 COPIERS: Final = 4
 """Number of additional warps of these tiles that only copy; the others multiply."""
 
@@ -154,7 +155,7 @@ class Job:
 
 def jobs() -> dict[str, Job]:
     """Return every kernel of the package by the name of its file."""
-    s = triton_source
+    s, g = triton_source, gluon_source
     scanned = "bests:f tokens:w totals:f"
     norm = "weight:f splits stride D eps:fp32"
     # Kernels that are independent of the model's shape: one file each.
@@ -236,7 +237,13 @@ def jobs() -> dict[str, Job]:
             compiled[f"linear_silu_bf16_{name}{suffix}"] = _linear_gated(s.linear_silu_bf16, tile, target)
             compiled[f"linear_gelu_bf16_{name}{suffix}"] = _linear_gated(s.linear_gelu_bf16, tile, target)
     for name, tile in IN_TURNS_TILES_SM_90A.items():
-        compiled[f"linear_bf16_in_turns_{name}_sm_90a"] = _linear_in_turns(tile)
+        types = _types("parts:f x:b w:b R N K chunk")
+        divisible = ("N", "K", "chunk")
+        compiled[f"linear_bf16_in_turns_{name}_sm_90a"] = _in_turns(g.linear_bf16_in_turns, types, divisible, tile)
+    for name, tile in GATED_IN_TURNS_TILES_SM_90A.items():
+        for gate, function in (("silu", g.linear_silu_bf16_in_turns), ("gelu", g.linear_gelu_bf16_in_turns)):
+            types = _types("y:b x:b w:b R F K")
+            compiled[f"linear_{gate}_bf16_in_turns_{name}_sm_90a"] = _in_turns(function, types, ("F", "K"), tile)
     for name, tile in QUANTISED_TILES.items():
         compiled[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
         compiled[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
@@ -262,16 +269,13 @@ def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
     return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
 
 
-def _linear_in_turns(tile: Tile) -> Job:
+def _in_turns(function: Any, types: dict[str, str], divisible: tuple[str, ...], tile: Tile) -> Job:
     rows, columns, depth, stages, warps = tile
     constants = {
         "BM": rows, "BN": columns, "BK": depth, "STAGES": stages, "WARPS": warps, "COPIERS": COPIERS,
         "COPIER_REGISTERS": COPIER_REGISTERS,
     }  # fmt: skip
-    return Job(
-        gluon_source.linear_bf16_in_turns, _types("parts:f x:b w:b R N K chunk"), constants, warps,
-        divisible=("N", "K", "chunk"), target="sm_90a", registers=IN_TURNS_REGISTERS,
-    )  # fmt: skip
+    return Job(function, types, constants, warps, divisible=divisible, target="sm_90a", registers=IN_TURNS_REGISTERS)
 
 
 def _linear_gated(function: Any, tile: Tile, target: str) -> Job:

@@ -37,6 +37,18 @@ def test_a_card_of_9_0_has_its_own_for_many_rows(rows: int, columns: int, parts:
     assert tile_of("linear_bf16", SM_90A, rows, columns, parts) == f"linear_bf16_{tile}"
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"),
+    [(128, 8192, "64x64_sm_90a"), (256, 8192, "in_turns_128x128_sm_90a"), (512, 14336, "in_turns_128x128_sm_90a"),
+     (256, 8200, "128x128_sm_90a")],
+)  # fmt: skip
+def test_gated_linears_take_turns_where_their_tiles_fill_the_card(
+    gate: str, rows: int, columns: int, tile: str
+) -> None:
+    assert tile_of(f"linear_{gate}_bf16", SM_90A, rows, columns, 1) == f"linear_{gate}_bf16_{tile}"
+
+
 def test_programs_that_take_turns_are_as_many_as_run_at_once() -> None:
     assert linear_grid("linear_bf16_in_turns_128x256_sm_90a", 256, 128256, 1) == (MULTIPROCESSORS,)
     assert linear_grid("linear_bf16_in_turns_128x256_sm_90a", 100, 512, 4) == (8,)
