@@ -31,6 +31,8 @@ class Card:
             raise OutOfMemory("the card is full")
         return PageMove(0, 0, 0)
 
+    def forget_ahead(self) -> None: ...
+
 
 def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
     resources: Any = SimpleNamespace(
