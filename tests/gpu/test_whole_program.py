@@ -86,6 +86,7 @@ def test_what_follows_a_nul_is_not_read(session: GpuSession) -> None:
     assert own_figures(session, quotient() + b"\0.visible .entry hidden() { nonsense }") == plain_figures(quotient())
 
 
+@pytest.mark.usefixtures("cards")
 def test_with_the_operator_s_cache_the_linker_compiles(
     start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
