@@ -218,22 +218,18 @@ def jobs() -> dict[str, Job]:
     }
     # One function gives several files, one per tile. A file's name is the kernel's name in the manifest.
     for block, warps in NORM_BLOCKS.items():
-        compiled[f"add_rmsnorm_{block}"] = Job(
-            s.add_rmsnorm,
-            _types(f"x:b h:f parts:f {norm}"),
-            {"BLOCK_D": block},
-            warps,
-            divisible=("stride", "D"),
-            registers=NORM_REGISTERS,
-        )
-        compiled[f"norm_add_rmsnorm_{block}"] = Job(
-            s.norm_add_rmsnorm,
-            _types(f"x:b h:f parts:f outer:f {norm}"),
-            {"BLOCK_D": block},
-            warps,
-            divisible=("stride", "D"),
-            registers=NORM_REGISTERS,
-        )
+        for name, function, outer in (
+            ("add_rmsnorm", s.add_rmsnorm, ""),
+            ("norm_add_rmsnorm", s.norm_add_rmsnorm, "outer:f "),
+        ):
+            compiled[f"{name}_{block}"] = Job(
+                function,
+                _types(f"x:b h:f parts:f {outer}{norm}"),
+                {"BLOCK_D": block},
+                warps,
+                divisible=("stride", "D"),
+                registers=NORM_REGISTERS,
+            )
     # Linears in several tiles, and for cards of compute capability 9.0 in tiles with wgmma.
     for target, linear, silu in (
         ("sm_80", LINEAR_TILES, LINEAR_SILU_TILES),
