@@ -8,9 +8,9 @@ import ctypes
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import msgpack
 
@@ -34,14 +34,12 @@ class _CopyAhead:
     Attributes:
         host: The host memory.
         places: The place there of each allocation and region, and its size, by its offset.
-        step: Offset and place of the next step, and its size; None after the last one.
-        steps: The steps after it.
+        steps: Of each step that is not copied yet, its offset, its place and its size.
     """
 
     host: memoryview
     places: dict[int, tuple[int, int]]
-    step: tuple[int, int, int] | None
-    steps: Iterator[tuple[int, int, int]]
+    steps: deque[tuple[int, int, int]]
 
 
 class ParkedMemory:
@@ -84,7 +82,7 @@ class ParkedMemory:
         # Step 1: the copy, of what was not copied ahead to this memory.
         ahead, self._ahead = self._copy_ahead_to(host), None
         moved_bytes, saved = self.moved_bytes, ahead.places
-        for step in ahead.steps if ahead.step is None else chain((ahead.step,), ahead.steps):
+        for step in ahead.steps:
             self._save_step(host, step, ready, poll)
         # Step 2: the pages.
         copied_ns = time.monotonic_ns()
@@ -97,17 +95,15 @@ class ParkedMemory:
     def copy_ahead(self, host: memoryview, end: int) -> bool:
         """Copy one step before `end` as `park` would; return whether everything is copied."""
         ahead = self._copy_ahead_to(host)
-        if ahead.step is not None and sum(ahead.step[1:]) <= end:
-            self._save_step(host, ahead.step, _ignore_end, keep_waiting)
-            ahead.step = next(ahead.steps, None)
-        return ahead.step is None
+        if ahead.steps and sum(ahead.steps[0][1:]) <= end:
+            self._save_step(host, ahead.steps.popleft(), _ignore_end, keep_waiting)
+        return not ahead.steps
 
     def _copy_ahead_to(self, host: memoryview) -> _CopyAhead:
         """Return the copy to this memory; a new one if there is none, or if what it copies has other places by now."""
         places = self._places()
         if self._ahead is None or self._ahead.host is not host or self._ahead.places != places:
-            steps = _steps_of(places)
-            self._ahead = _CopyAhead(host, places, next(steps, None), steps)
+            self._ahead = _CopyAhead(host, places, deque(_steps_of(places)))
         return self._ahead
 
     def forget_ahead(self) -> None:

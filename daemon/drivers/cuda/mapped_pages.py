@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES
@@ -102,14 +101,12 @@ class _CopyAhead:
 
     Attributes:
         host: The host memory.
-        step: The next step; None after the last one.
-        steps: The steps after it.
+        steps: The steps that have not begun.
         in_flight: The events after the steps that have begun.
     """
 
     host: memoryview
-    step: _Step | None
-    steps: Iterator[_Step]
+    steps: deque[_Step]
     in_flight: deque[Any]
 
 
@@ -267,8 +264,7 @@ class MappedPages:
         # Step 1: the copy. Until its end nothing has changed. What was copied ahead to this memory is copied already.
         began_ns = time.monotonic_ns()
         ahead, self._ahead = self._copy_ahead_to(host), None
-        steps = ahead.steps if ahead.step is None else chain((ahead.step,), ahead.steps)
-        self._copy(steps, self._api.cuMemcpyDtoHAsync, ready, poll, ahead.in_flight)
+        self._copy(ahead.steps, self._api.cuMemcpyDtoHAsync, ready, poll, ahead.in_flight)
         copied_ns = time.monotonic_ns()
         # Step 2: leave the card. If a call fails here, the session is half unmapped and can't continue.
         self.is_broken = True
@@ -288,18 +284,17 @@ class MappedPages:
         ahead = self._copy_ahead_to(host)
         while ahead.in_flight and self._is_copied(ahead.in_flight[0]):
             ahead.in_flight.popleft()
-        while (step := ahead.step) is not None and step.end <= end and len(ahead.in_flight) < QUIET_STEPS:
-            self._begin_step(step, self._api.cuMemcpyDtoHAsync, ahead.in_flight)
-            ahead.step = next(ahead.steps, None)
-        return ahead.step is None and not ahead.in_flight
+        while ahead.steps and ahead.steps[0].end <= end and len(ahead.in_flight) < QUIET_STEPS:
+            self._begin_step(ahead.steps.popleft(), self._api.cuMemcpyDtoHAsync, ahead.in_flight)
+        return not (ahead.steps or ahead.in_flight)
 
     def _copy_ahead_to(self, host: memoryview) -> _CopyAhead:
         """Return the copy to this host memory; a new one, of which nothing is copied, if there is none."""
         if self._ahead is None or self._ahead.host is not host:
             self.forget_ahead()
             self._place_all()
-            steps = self._steps_of(list(self._pieces), _start_of(host), is_out=True)
-            self._ahead = _CopyAhead(host, next(steps, None), steps, deque())
+            steps = deque(self._steps_of(self._pieces, _start_of(host), is_out=True))
+            self._ahead = _CopyAhead(host, steps, deque())
         return self._ahead
 
     def forget_ahead(self) -> None:
