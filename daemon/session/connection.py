@@ -6,17 +6,17 @@ reply that the peer has not read; and `AttachedConnection`, which holds one of e
 
 Large writes. A large MEM_WRITE is received into pinned memory. The card copies from there, while the next MEM_WRITE is
 received into the next pinned buffer. The host's only copy is the kernel's in recv(2). A session has few pinned buffers,
-all of one size. A frame goes through the frame reader if no pinned buffer is free, or if the frame does not fit into
-one.
+all of one size. If no pinned buffer is free, or if a frame does not fit into one, the frame goes through the frame
+reader.
 
-Rings. A ring in shared memory replaces the socket's stream in both directions. The socket remains, for two purposes. It
-is the bell: a byte on it, of any value, means that the ring has changed. It is also the sign of life: when the peer
-closes it, the connection ends once the worker has served what is left in the ring.
+Rings. A ring in shared memory replaces the socket's stream in both directions. The socket remains, for two purposes.
+First, it is the bell: a byte on it, of any value, means that the ring has changed. Second, it shows that the peer is
+alive: when the peer closes it, the worker serves the requests that are left in the ring, and the connection ends.
 
 Slow readers. If the ring has no room for a reply, the worker waits for a short time: an honest peer on this host reads
 within microseconds. After that time the worker copies the rest into a send buffer and pauses the connection: it serves
-no request of that peer until the peer has read the rest. So a peer that does not read costs its session the memory of
-one reply, for a bounded time, and delays no other peer for longer than that wait.
+no request of that peer until the peer has read the rest. So a peer that does not read takes the memory of one reply
+from its session, for a bounded time, and delays no other peer for longer than that wait.
 """
 
 import contextlib
@@ -57,12 +57,12 @@ request costs a wake-up, tens of microseconds on a virtual machine, and a tenant
 again."""
 
 LATENCY_SPIN_NS: Final = 5_000_000
-"""SPIN_NS for a session of the latency class, where a wake-up would be a quarter of the time that a launch may take. It
-is also the longest time that a message from the broker waits until the worker reads it."""
+"""SPIN_NS for a session of the latency class, where a wake-up would take a quarter of the time that a launch may take.
+A message from the broker also waits for at most this time until the worker reads it."""
 
 SPINS_PER_REPLY: Final = 2
-"""Number of spins (each of SPIN_NS) after a reply. A tenant that only launches does not wait for replies: the worker
-sleeps while requests gather, and then takes many at once."""
+"""Number of spins (each of SPIN_NS) after a reply. If a tenant only launches, there are no replies: the worker sleeps
+while requests gather, and then receives many at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def spin_policy_of(waiting: Waiting | None) -> WorkerSpinPolicy:
 # --- receiving ---
 
 MAX_PINNED_BUFFERS: Final = 4
-"""Maximum number of a session's pinned buffers: one to receive into, one that the card copies from, two in reserve.
-Together with PINNED_BUFFER_BYTES it bounds the pinned memory that half-sent frames can hold."""
+"""Maximum number of a session's pinned buffers: one into which data is received, one from which the card copies, and
+two in reserve. Together with PINNED_BUFFER_BYTES it bounds the pinned memory that half-sent frames can hold."""
 
 PINNED_BUFFER_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Size of a pinned buffer: room for the payload of a MEM_WRITE that carries DATA_CHUNK_BYTES."""
@@ -179,7 +179,7 @@ class PinnedBuffers:
 class ReceiveBuffer:
     """The bytes that a connection has received; used like a FrameReader.
 
-    The payload of a large write goes to a pinned buffer, everything else to the reader.
+    The payload of a large write goes to a pinned buffer, and everything else to the reader.
 
     Attributes:
         reader: The frame reader.
@@ -312,8 +312,8 @@ broker.
 
 ALONE_QUANTUM_NS: Final = 4_000_000
 """QUANTUM_NS for a session's only connection, while the session has no regions (orders about regions are urgent). A
-request that arrives while the worker's loop does other work waits for about 20 us: with QUANTUM_NS, that wait
-determined the 99th percentile of launches."""
+request that arrives while the worker's loop does other work waits for about 20 us. With QUANTUM_NS, this happened so
+often that it determined the 99th percentile of the launches' times."""
 
 _REPLY_WORDS_AT: Final = 256
 
@@ -368,7 +368,7 @@ class Wire(Protocol):
         """
 
     def send_final(self, frame: bytes) -> None:
-        """Send what fits without waiting. If that is not the whole frame, the peer only sees the close."""
+        """Send what fits without waiting. If not all of it fits, the peer notices only that the connection closes."""
 
     def close(self) -> None:
         """Close the socket, which ends the connection."""
@@ -531,7 +531,7 @@ class RingWire:
         """Mark in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
-        # While the worker is awake, it sees from the peer's counter that there is room. It needs a bell only while this
+        # While the worker is awake, the peer's counter shows it that there is room. It needs a bell only while this
         # flag is set.
         self._waits_for_room = True
         try:
@@ -705,7 +705,7 @@ def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
 
 
 def _ring_bell(sock: socket.socket) -> None:
-    # A full socket is not a failure: then the peer has bells that it has not received yet, and one is enough.
+    # A full socket is not a failure: it contains bells that the peer has not received yet, and one bell is enough.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
@@ -713,15 +713,16 @@ def _ring_bell(sock: socket.socket) -> None:
 # --- sending ---
 
 ALONE_WAIT_NS: Final = 20_000_000
-"""Longest wait for room for a reply, in a session's only connection: during it, only the broker needs the thread."""
+"""Longest wait for room for a reply in a session's only connection, where only the broker could need the thread during
+the wait."""
 
 SHARED_WAIT_NS: Final = 2_000_000
 """Longest wait for room for a reply, in one of several connections."""
 
 NO_WAIT_S: Final = 10.0
-"""Time after a pause during which replies to that connection, if it is one of several, do not wait for room. Otherwise
-a peer that reads each reply only after its connection was paused would take SHARED_WAIT_NS of the others' time per
-request."""
+"""Time after a pause during which replies to the paused connection do not wait for room, if the session has other
+connections. Otherwise a peer that reads each reply only after its connection was paused would take SHARED_WAIT_NS of
+the other connections' time per request."""
 
 UNSENT_BYTES: Final = 64 << 20
 """Maximum number of unsent bytes that a session keeps for all its peers: four of the largest replies. A well-behaved
@@ -824,7 +825,7 @@ class AttachedConnection:
         return self.send_buffer is not None
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:
-        """Return the error with which to drop the connection, if it has kept memory here for too long."""
+        """Return the error with which to drop a connection that has kept memory here for too long; otherwise None."""
         # The idle time of a paused connection counts from its last read, that of any other from its last bytes.
         if self.send_buffer is not None:
             return ConnectionLost("the peer does not read its replies") if self.send_buffer.is_stale(now_s) else None

@@ -2,12 +2,12 @@
 
 A connection owns the allocations, modules, graphs and region sets that it makes. When it ends, its graphs and sets are
 released at once. Its allocations and modules are released when the work that it had queued has ended, because its
-kernels may use them. Only a request that lacks the room that they take waits for that work, for a bounded time. An
+kernels may use them. A request waits for that work, for a bounded time, only if it needs the memory that they take. An
 endless kernel keeps them until the lease ends, or until the kernel exceeds the lease's maximum run time; until then
 they count as used.
 
-An older client does not request this: the objects of its connection have no holder, and stay until MEM_RESET or the
-lease's end. The same is true for allocations that are kept by name: the lease holds them.
+A client of an earlier version does not request this: the objects of its connection have no holder, and stay until
+MEM_RESET or the lease's end. Allocations that are kept by name also stay, because the lease holds them.
 """
 
 import math
@@ -37,13 +37,13 @@ from gpulease.protocol.messages import Freed
 from gpulease.protocol.opcodes import Opcode, Status
 
 FREES_PER_TURN: Final = 256
-"""Maximum number of objects that are released before the other connections are served again. So a connection that ends
-with 65,536 allocations does not delay the others until all are freed."""
+"""Maximum number of objects that are released before the other connections are served again. It keeps a connection that
+ends with 65,536 allocations from delaying the others until all of these are freed."""
 
 FIRST_PAUSE_S: Final = 0.001
 LAST_PAUSE_S: Final = 0.128
-"""Pauses between polls of an ended connection's running work: from FIRST_PAUSE_S to LAST_PAUSE_S, doubled each time. So
-an endless kernel of an ended connection does not cost the worker a core."""
+"""Pauses between polls of an ended connection's running work: from FIRST_PAUSE_S to LAST_PAUSE_S, doubled each time.
+Without them, an endless kernel of an ended connection would keep one core of the worker busy."""
 
 ALONE_WAIT_S: Final = 10.0
 """Longest time that a request that lacks room waits for ended connections' kernels, if no other connection is
@@ -65,7 +65,7 @@ def _do_not_wait() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """A connection that has ended, and still holds something.
+    """An ended connection that still holds objects.
 
     Attributes:
         waits: Tickets of the work that has to end before any of its objects is released.
@@ -156,8 +156,8 @@ class EndedConnections(OperationHandler):
     def _give_back(self) -> bool:
         """Release some objects that no kernel uses any more, without waiting; return whether there were any."""
         frees_left = FREES_PER_TURN
-        # Check each ended connection separately: one with a running kernel must not delay the release of the others'
-        # memory.
+        # Check each ended connection separately: if a kernel of one is still running, this must not delay the release
+        # of the others' memory.
         for ended in list(self._ended):
             # Drop the tickets that are done: they need not be polled again.
             ended.waits = [ticket for ticket in ended.waits if not ticket.is_done()]

@@ -1,4 +1,4 @@
-"""A session's launch graphs: made once, with each node checked like the operation itself, then replayed as a whole.
+"""A session's launch graphs: each node is checked once, like the operation itself; the graph is replayed as a whole.
 
 A graph depends on modules and allocations, which the tenant may release. When it does, the ledger notifies the graph,
 which becomes void at once and keeps only the reason. So a replay has to check only the values of its own parameters.

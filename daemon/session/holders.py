@@ -8,7 +8,7 @@ from collections.abc import MutableSequence
 
 
 class Holder:
-    """A holder, and the bytes of the allocations that it holds.
+    """A holder, and the number of bytes of the allocations that it holds.
 
     Args:
         counters: Shared words, one of which shows the bytes; for example the claims page's.

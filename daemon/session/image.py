@@ -145,7 +145,7 @@ class SessionParts:
         return RegionStates(tuple(states), sets, self.region_sets.last_set, self.region_sets.launches_begun)
 
     def parked_regions(self) -> tuple[ParkedRegion, ...]:
-        """Return, for each region that has not ended, where its bytes are."""
+        """Return the place of the bytes of each region that has not ended."""
         context = self.resources.context
         places = context.parked_regions()
         return tuple(

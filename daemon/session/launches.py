@@ -1,16 +1,17 @@
-"""Launches: the first of a shape is checked and kept as a plan, the next ones reuse it; run times are bounded.
+"""Launches, the plans that save their checks, and the bound on kernels' run times.
 
-A plan is the kernel, its shape, and the place of each argument in the parameter buffer. A plan's key is the LAUNCH
-without its argument bytes, or the LAUNCH_IN without its argument bytes and region set. In the parameter buffer,
-parameters are at their natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
+The first launch of a shape is checked and makes a plan, which later launches of the shape reuse. A plan contains the
+kernel, its shape, and the place of each argument in the parameter buffer. A plan's key is the LAUNCH without its
+argument bytes, or the LAUNCH_IN without its argument bytes and region set. In the parameter buffer, parameters are at
+their natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
 
 Tenants launch in loops, so a plan also records which plan followed it last time. As long as the next frame matches that
 plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
 
 `KernelWatch` estimates how long the running kernel has run, without waiting for it. One stream runs its kernels in
 order. So while the number of ended kernels of a stream does not change, and another kernel is queued, one and the same
-kernel runs. Its time counts from the poll that first saw it, or that saw that the previous kernel had ended: never
-earlier than the kernel's real start. On the control page the broker reads the start time of the oldest running kernel,
+kernel runs. Its time counts from the first poll that found it running, or that found the previous kernel ended: never
+from before the kernel's real start. On the control page the broker reads the start time of the oldest running kernel,
 and ends the worker if that kernel runs for too long. A kernel that waits for room on the card, after kernels of other
 streams, also counts as running, because polls can't distinguish the two.
 """
@@ -46,8 +47,8 @@ from gpulease.protocol.messages import Launch, Printed
 from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 
 MAX_PLANS: Final = 4096
-"""Maximum number of plans that are kept. A tenant that never launches the same shape twice gains nothing from plans,
-but its memory stays bounded."""
+"""Maximum number of plans that are kept. Plans don't help a tenant that never launches the same shape twice, but its
+worker's memory stays bounded."""
 
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
@@ -96,7 +97,7 @@ class LaunchOperations(OperationHandler):
     def _queue(
         self, frame: Frame, plan: "Plan", args: bytes, attributes: DriverLaunchAttributes | None = None
     ) -> bytes:
-        # The driver needs the parameter buffer. If no parameter needs alignment, that is the wire's bytes.
+        # The driver needs the parameter buffer. If no parameter needs alignment, these are the bytes on the wire.
         planner = self._planner
         params = args if plan.moves is None else plan.lay_out(args)
         launch = (plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)

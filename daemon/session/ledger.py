@@ -3,7 +3,7 @@
 An allocation is charged to the slice with the number of bytes that the tenant asked for. The card uses more than that:
 for rounding to pages, for modules, for the local memory of kernels. Up to `allowance_bytes` of this is charged to the
 node, and the rest to the slice. While it is within the allowance, a tenant can therefore allocate all the bytes of its
-slice. In any case the card never gives more than the broker admitted.
+slice. In any case the session never takes more of the card than the broker admitted.
 
 A module's handle is never used again. A device pointer becomes valid again only when the driver returns the same
 address again. Handles of other sessions are unknown here, because each process has one ledger.

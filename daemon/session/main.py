@@ -180,7 +180,8 @@ def _serve(
     is_parkable = spec.is_parkable and not spec.submit_of
     try:
         context = open_context()
-        # Do this before the first allocation, and before the lease's time begins, because the card may not support it.
+        # Do this before the first allocation and before the lease's time begins, because it fails on a card that does
+        # not support it.
         if is_parkable:
             context.make_parkable(spec.context_bytes)
     except DriverError as error:

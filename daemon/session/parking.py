@@ -4,18 +4,18 @@ The broker orders both moves. The worker makes them between two requests, in its
 parked, the server holds every connection that sends something, and asks the broker for the return (server.py). So
 neither native code nor an operation ever runs on a parked session, and a session that is not parked pays nothing.
 
-The host memory. The broker provides it before the first park. Fresh memory is slow: for a GiB, the host needs 0.2 to
-0.8 s to allocate it and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate as much of the memory
-as the session needs now, and the worker's loop pins what they have populated, one small part at a time, while it has
-nothing else to do. A park that comes before that does the rest itself. The memory is kept for the next park, until the
-broker drops it because another session needs it. Then the loop unpins it and returns it to the host in the same way,
-one part at a time: for 16 GiB at once, requests would wait for half a second.
+The host memory. The broker provides it before the first park. Fresh memory is slow: the host needs 0.2 to 0.8 s to
+allocate a GiB and 0.04 s to pin it, while the card copies a GiB in 0.02 s. So threads populate as much of the memory as
+the session needs now, and the worker's loop pins what they have populated, one small part at a time, while it has
+nothing else to do. If a park comes before they have finished, it does the rest itself. The memory is kept for the next
+park, until the broker drops it because another session needs it. Then the loop unpins it and returns it to the host in
+the same way, one part at a time. If it returned 16 GiB at once, requests would wait for half a second.
 
 Copying ahead. If the session will probably be parked soon, the broker orders the loop to copy its bytes to the prepared
 host memory while it is idle; the park then copies the rest, and releases the pages. The copy counts only if nothing has
 run since it began. It begins while no work is in progress. From then on only requests and changes of regions can change
 the session's bytes: each request changes the control page's counters (SESSION_USES), and the context itself notices if
-memory is taken or released (`Context.copy_ahead`). Until the park a request is served as if there was no copy.
+memory is taken or released (`Context.copy_ahead`). Until the park, requests are served as if there were no copy.
 """
 
 import contextlib
@@ -209,7 +209,7 @@ class HostMemory:
     # --- release ---
 
     def retire(self) -> None:
-        """Prepare no more of it. From now on call only `release_step` and `close`."""
+        """Stop preparing memory. From now on call only `release_step` and `close`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -296,8 +296,8 @@ class SessionParking:
         self._report: ParkedReport | None = None
         # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
-        # In the process that the session leaves: the ring that carries its bytes to the next process. In that next
-        # process: its end of the ring.
+        # In the process that the session leaves: the ring through which its bytes pass to the next process. In the next
+        # process: its side of that ring.
         self._lending: tuple[CopyRing, RingEnd] | None = None
         self._pumped_ns = 0
         self._borrowed: CopyRing | None = None
@@ -388,7 +388,7 @@ class SessionParking:
     # --- copying ahead ---
 
     def begin_ahead(self) -> None:
-        """Copy the session's bytes to its host memory while it is idle. A copy that still counts goes on."""
+        """Copy the session's bytes to its host memory while it is idle. A copy that still counts continues."""
         if self.is_parked or self._memory is None:
             return
         if self._ahead_uses != self._uses():
@@ -474,7 +474,7 @@ class SessionParking:
         self._resources.call_outside_request(lambda: context.sync(lambda: self._check_time(order.until_ns)))
         context.trim(0, self._resources.check_lease)
         self._resources.record_usage()
-        # What was copied ahead counts if the session was not used since.
+        # The bytes that were copied ahead count only if the session has not been used since.
         if self._ahead_uses != self._uses():
             self._forget_ahead()
         if memory is None or len(memory.view) < context.pages_bytes:
@@ -518,7 +518,7 @@ class SessionParking:
         self.outbox.append(ParkRefusedReport(number, refusal, reason, self._context.pages_bytes))
 
     def bring_back(self, order: ReturnOrder) -> None:
-        """Bring the session back, or report why not."""
+        """Bring the session back, or report to the broker why that failed."""
         if not self.is_parked:
             self.outbox.append(ReturnedReport(order.number, 0, 0, 0))
             return
@@ -613,7 +613,7 @@ class SessionParking:
             if end.advance():
                 self._pumped_ns = time.monotonic_ns()
         except (DriverError, RingBroken):
-            # The other process notices the impossible number at once, and the session goes on here.
+            # The other process notices the impossible number at once, and the session continues here.
             ring.break_off()
             self.end_lending()
             return None

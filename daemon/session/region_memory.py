@@ -91,7 +91,7 @@ class _End:
 
 
 class _NeverDone:
-    """A ticket of work with an end that can't be observed."""
+    """A ticket for work whose end can't be observed."""
 
     def is_done(self) -> bool:
         return False

@@ -61,12 +61,12 @@ that launches step after step sends one within microseconds; but watchers must n
 launches."""
 
 SETTLE_NS: Final = 2_000_000
-"""After the word of a region on the regions page has stopped being active, connections are served in small portions for
-this time. The broker is about to order the region's end; the order is then read soon, and the region's bytes should be
-free within two milliseconds."""
+"""Time for which connections are served in small portions after a region's word on the regions page has changed from
+active. The broker is about to order the region's end. The small portions let the worker read the order soon, so that
+the region's bytes are free within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
-"""An epoch that no page reaches: stands for a set that was never compared, and for no set."""
+"""An epoch that no page reaches. It stands for the epoch of a set that was never compared, or of no set."""
 
 _U32_MASK: Final = (1 << 32) - 1
 
@@ -83,12 +83,12 @@ class MappedRegion:
     """A region that the session has mapped.
 
     Attributes:
-        number: Identifies it in its slot; a later region in the same slot has another number.
+        number: Identifies the region in its slot; a later region in the same slot has another number.
         streams: The numbers of the driver's streams that may have work with it that no ticket in `marks` covers.
         marks: By the stream's number: a ticket for all work that was queued in the stream when a set with the region
           last stopped being the set in use there.
         tickets: Tickets for the region's work in streams that have been destroyed.
-        ended: How it ended; None while it has not ended, as far as the session knows. Set once (`end`).
+        ended: How the region ended; None until the session has learned that it ended. Set once (`end`).
         is_reported: Whether a refusal has reported how it ended; every later one reports FENCED.
         record: The record of the region that native code reads; None until a set that names it is used.
     """
@@ -106,13 +106,13 @@ class MappedRegion:
     record: RegionRecord | None = None
 
     def end(self, flip: Flip) -> None:
-        """Record how it ended. From now on native code leaves its refusals to Python."""
+        """Record how the region ended. From now on native code leaves its refusals to Python."""
         self.ended = flip
         if self.record is not None:
             self.record.active = self.record.revoked = NO_WORD
 
     def address_of_record(self) -> int:
-        """Return the address of its record, which is made at the first call."""
+        """Return the address of the region's record, which is made at the first call."""
         if self.record is None:
             self.record = record_of(self.region_id, self.slot, self.number)
             if self.ended is not None:

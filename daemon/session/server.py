@@ -235,7 +235,7 @@ class SessionServer:
             self._send_reports()
 
     def _await_events(self, timeout_ms: int) -> list[tuple[int, int]]:
-        """Return what poll(2) reports within `timeout_ms`. While polling is worthwhile, do not sleep."""
+        """Return what poll(2) reports within `timeout_ms`. While polling saves time, do not sleep."""
         if self._poll_until_ns and not (self._ready or self._received) and self._session.pacer.nap_s() is None:
             until_ns = min(self._poll_until_ns, time.monotonic_ns() + timeout_ms * NS_PER_MS)
             while (now_ns := time.monotonic_ns()) < until_ns:
@@ -341,7 +341,8 @@ class SessionServer:
                 case AttachOrder(guest=guest):
                     # The socket was lost because this process had no descriptor left. Its peer sees it closed.
                     self._report_attach(guest, is_in=False)
-                # The session is over, and another lease may follow: return with that lease's pages.
+                # The session is over, and another lease may follow, whose pages came with the message: return with
+                # them.
                 case Scrub() if len(fds) == 2:
                     self._send_goodbyes()
                     self.next_pages = PageFds(*fds)

@@ -1,4 +1,4 @@
-"""A session: the check whether its lease is over, the dispatch by opcode, and the failures that it has yet to report.
+"""A session, which checks the state of its lease, dispatches requests by opcode, and reports failures of earlier ones.
 
 `Session` checks for every request, in this order: the control page, which shows whether the lease has expired or been
 revoked; a failure of an earlier quiet request that is still to be reported; the opcode and the session id; and the

@@ -1,4 +1,4 @@
-"""A session's streams: the numbers by which each connection knows its streams, and the one it has selected.
+"""A session's streams: the numbers that each connection uses for its streams, and the stream that it has selected.
 
 Every connection has its own streams, which end with it. Whenever another stream is selected, the context is notified,
 so launches and copies need not name a stream.
@@ -204,7 +204,7 @@ class StreamOperations(OperationHandler):
     def elapsed(self, frame: Frame) -> bytes:
         """Serve EVENT_ELAPSED: wait for both events as a sync does."""
         body = parse_body(EventPair, frame.payload)
-        # Both must belong to this connection.
+        # Both events must belong to this connection.
         pair = [self._event(number) for number in (body.start, body.end)]
         self._context.event_wait(pair, self._resources.check_sync)
         nanoseconds = self._context.elapsed_ns(*pair)

@@ -1,4 +1,4 @@
-"""A submit's run, alone in its context: load an image, fill buffers, launch one kernel, read the outputs."""
+"""The run of a submit in a separate context: load an image, fill buffers, launch one kernel, read the outputs."""
 
 import struct
 from collections.abc import Callable
@@ -91,7 +91,7 @@ class SubmitOperations(OperationHandler):
             raise LeaseOver
 
     def _buffer(self, argument: SubmitArgument) -> int:
-        """Return the device address of an argument's buffer, filled with its data; 0 for a VALUE, which has none."""
+        """Return the device address of a buffer with the argument's data; 0 for a VALUE, which has no buffer."""
         if argument.kind == ArgumentKind.VALUE:
             return 0
         size_bytes, ledger = _size(argument), self._ledger

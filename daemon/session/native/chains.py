@@ -1,9 +1,9 @@
 """Chains: launches that follow each other repeatedly, queued by one call of the driver.
 
-If launches wait in a row, the driver's calls are the bottleneck. A card's driver takes a graph of 16 kernels, with all
-parameters set again, in the time of four launches. So the plans that follow each other become a chain, which native
-code replays whenever as many frames of these plans have arrived. The memory that a chain takes on the card must fit in
-the lease's allowance, because no tenant pays for it.
+If several launches wait one after the other, the driver's calls are the bottleneck. A card's driver takes a graph of 16
+kernels, with all parameters set again, in the time of four launches. So the plans that follow each other become a
+chain, which native code replays whenever as many frames of these plans have arrived. The memory that a chain takes on
+the card must fit in the lease's allowance, because no tenant pays for it.
 """
 
 import ctypes

@@ -67,7 +67,7 @@ class LaunchFastPath:
     It checks the control page before each launch, as `Session` does before any request, and the regions page before a
     LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame in the buffer if the frame
     is not the expected one, is incomplete, or follows a failure. Native code also leaves two kinds of launches to
-    Python: one in another region set than the set in use, and one that is refused for any other reason than a revoked
+    Python: one in another region set than the set in use, and one that is refused for a reason other than a revoked
     region.
 
     Args:
@@ -340,7 +340,7 @@ class NativeServing:
         )
         self._graphs, self._replays = graphs, replays
         graphs.is_read = bool(launch.replay_graph)
-        # A word that never changes stands in for a missing regions page.
+        # If there is no regions page, use a word that never changes.
         self._no_page = ctypes.c_uint64()
         self._page_shown: WorkerRegions | None = None
         self._refusal_front = refusal_front()

@@ -202,7 +202,7 @@ class ServingState(ctypes.Structure):
     region_set    The bytes, as on the wire, of the handle of the region set in use.
     set_epoch     The regions page's epoch when that set was compared; NO_EPOCH without a set.
     set_deadline  The earliest deadline of the set's regions, on the monotonic clock.
-    epoch         Address of the regions page's epoch; without a page, of a word that never changes.
+    epoch         Address of the regions page's epoch; if there is no page, address of a word that never changes.
     seen_epoch    The page's epoch when Python last read it. With another epoch, a ring is served for one portion only.
     synced        Launches counted when a SYNC was last answered.
     write_front   Address of the first 12 bytes of a quiet MEM_WRITE, which are the same for all sizes.
@@ -223,7 +223,7 @@ class ServingState(ctypes.Structure):
     replay_graph  Address of NativeLaunch.replay_graph; 0 if there is none.
     replays       Address of the RecentReplays.
     graph         Number of the graph replayed last, if no launch was done after it; otherwise 0.
-    arena_fronts  Address of four times 16 bytes: those before the request id of an ARENA_WRITE, of its reply, of an
+    arena_fronts  Address of four blocks of 16 bytes: those before the request id of an ARENA_WRITE, of its reply, of an
                   ARENA_READ, and of its reply.
     arena         Address of the session's arena; 0 if there is none.
     arena_bytes   Size of the arena.

@@ -112,8 +112,8 @@ class Pacer:
         self._page = page
         self._marks = (PacingMark * MAX_MARKS)()
         self._means = (ctypes.c_uint64 * MEANS)()
-        # Stand-ins: one that is always 0, for each latency word that the session does not know; and one that nobody
-        # reads, for the session's own word.
+        # Two substitutes: a word that is always 0, for each latency word that the session does not know; and a word
+        # that no process reads, for the session's own word.
         self._zero_word, self._dummy_own_word = ctypes.c_uint64(), ctypes.c_uint64()
         zero_word = ctypes.addressof(self._zero_word)
         self._words = (ctypes.c_uint64 * MAX_LATENCY_WORDS)(*[zero_word] * MAX_LATENCY_WORDS)

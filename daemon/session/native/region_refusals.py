@@ -39,7 +39,7 @@ def refusal_front(op: Opcode = Opcode.SYNC) -> bytes:
 
 def kernel_part(kernel: str) -> bytes:
     """Return the bytes of a LAUNCH_IN's refusal about its operation and kernel."""
-    # They are between the region's two parts, which do not depend on the kernel.
+    # These bytes are between the region's two parts, which do not depend on the kernel.
     front, _ = _parts()
     return _payload(kernel)[len(front) : -_BACK_BYTES]
 
@@ -59,7 +59,8 @@ def record_of(region_id: int, slot: int, number: int) -> RegionRecord:
         front_bytes=len(front),
         back=ctypes.addressof(texts[1]),
     )
-    # An attribute of its own, so that what the record points to lives as long as the record.
+    # Store these in an attribute of the record, so that the bytes to which the record points live as long as the
+    # record.
     record.referents = texts
     return record
 
