@@ -1,4 +1,4 @@
-"""The audit log of a running daemon: opened when the daemon starts, and closed with a record of its stop."""
+"""Opens a running daemon's audit log when the daemon starts, and closes it with a record of the daemon's stop."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
-    # The last records show for which leases the end is missing in the log. Read them before the log is opened for
+    # The last records show which leases have no recorded end. Read them before the log is opened for
     # writing.
     recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_last_records, settings.folder, boot))
     writer = AuditWriter(
@@ -105,10 +105,9 @@ def _last_records(folder: Path, boot: str) -> LastRecords:
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
-    """Refuse a place that is mistyped, or where the daemon may not write.
+    """Check that the audit log's path is valid and that the daemon may write there.
 
-    Raises:
-        ConfigError: The place can't be used. Unlike with a full disk, waiting would not help.
+    Raises: ConfigError: The path can't be used. Unlike with a full disk, waiting would not help.
     """
     # Check in the order in which an operator would check: the path itself, its folder, and the permission to write
     # there.
@@ -124,7 +123,7 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
-    """Yield each setting after the names that lead to it: canonical bytes nest less deeply than settings."""
+    """Yield each setting after the names that contain it, because canonical bytes nest less deeply than settings."""
     # Turn every container into names and values, so that one rule orders all of them.
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}

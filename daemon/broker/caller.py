@@ -56,7 +56,7 @@ class ClientConnection(Protocol):
     def serve_in_steps(self, request: Request, step: Step) -> None:
         """Call `step` in each of the connection's turns until it has answered the request and returns True.
 
-        Further requests of the peer are served after that. A closed connection calls it no more.
+        Further requests of the peer are served after that. Once the connection is closed, `step` is not called again.
         """
 
     def serve_next(self) -> None:
@@ -64,7 +64,7 @@ class ClientConnection(Protocol):
 
 
 ACQUIRED_STEP: Final = 256
-"""Number of recorded leases of a connection at which those that the table has forgotten are dropped."""
+"""Number of recorded leases of a connection at which the leases that the table has forgotten are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Caller:
             self.answer(request, answer)
 
     def expect(self, on_result: OnResult) -> int:
-        """Return a number for a request to the lease table. The audit log records the peer as the one that made it."""
+        """Return a number for a request to the lease table. The audit log records the peer as the requester."""
         number = self.runtime.expect(on_result)
         self.runtime.history.note_requester(number, self.peer.tenant)
         return number
@@ -114,7 +114,8 @@ class Caller:
         """Record a grant on this connection if its peer has no proven identity: such a peer may list only these."""
         if self.peer.is_known:
             return
-        # A client may acquire many leases in turn on one connection: drop those that the table has forgotten.
+        # A client may acquire many leases one after the other on one connection: drop those that the table has
+        # forgotten.
         if len(self.acquired) % ACQUIRED_STEP == 0:
             self.acquired.intersection_update([lease for lease in self.acquired if self.runtime.table.get(lease)])
         self.acquired.add(lease_id)

@@ -179,6 +179,6 @@ class _ClaimedAcquire:
         self._post(replace(self._event, wait_ms=self._left_ms(), step=AcquireStep.PLACE))
 
     def _left_ms(self) -> int:
-        """Return how long the tenant is still willing to wait."""
+        """Return how much of the tenant's waiting time is left."""
         # All steps share the tenant's wait: each step may wait only for the time that the steps before it left.
         return max(0, self._event.wait_ms - (time.monotonic_ns() - self._began_ns) // NS_PER_MS)

@@ -11,8 +11,8 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 OPERATOR_CONNECTIONS: Final = 32
-"""Connections beyond the limit, for operators only. They can inspect and revoke when tenants use up the daemon's
-connections."""
+"""Number of connections beyond the limit that only operators may open, so that they can inspect and revoke leases even
+if tenants use up the daemon's connections."""
 
 
 class LimitedConnection(Protocol):
@@ -49,7 +49,7 @@ class ConnectionLimiter:
     def admit(self, connection: LimitedConnection) -> Failure | None:
         """Admit a connection and count it, or return why it exceeds a limit."""
         peer = connection.peer
-        # Check the node's limit, then the tenant's. The message names the one that is reached.
+        # Check the node's limit, then the tenant's. The message names the limit that is reached.
         limit = self._max_connections + (OPERATOR_CONNECTIONS if peer.is_operator else 0)
         if len(self._admitted) >= limit:
             return _busy(f"{len(self._admitted)} control connections are open, the maximum of this daemon")
@@ -65,7 +65,7 @@ class ConnectionLimiter:
         return None
 
     def release(self, connection: LimitedConnection) -> None:
-        """Stop counting a closed connection. One that was refused was never counted."""
+        """Stop counting a closed connection. A refused connection was never counted against the limits."""
         # Count refused connections as well, because they had buffers, too.
         self._trimmer.count_closed()
         if connection in self._admitted:

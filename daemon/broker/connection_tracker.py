@@ -2,7 +2,7 @@
 
 A lease counts as connected while one of these exists:
 
-- a control connection that acquired or renewed the lease, queried it as its tenant, or requested a submit of it;
+- a control connection that acquired or renewed the lease, queried it as its tenant, or requested a submit on it;
 - a connection of its session, a guest's included, or a connection on its way to the worker;
 - a submit of the lease that is starting or running.
 
@@ -18,14 +18,14 @@ from gpulease.daemon.leases import ConnectionsChanged, Event, LeaseTable, Submit
 from gpulease.daemon.workers.registry import Workers
 
 TAKEOVER_WAIT_MS: Final = 60_000
-"""Shortest wait for a connection to a lease of an earlier broker. Its client may connect again only for its next
-request, and an upgrade must not end its lease before that."""
+"""Shortest wait for a connection to a lease of an earlier broker. Its client may not connect again before its next
+request, and an upgrade must not end the lease before then."""
 
 _UNDER_WAY: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
 
 
 class ConnectionTracker:
-    """Posts `ConnectionsChanged` when a lease loses its last connection, and when it has one again."""
+    """Posts `ConnectionsChanged` when a lease loses its last connection, and when it is connected again."""
 
     def __init__(self, table: LeaseTable, workers: Workers, post: Callable[[Event], None]) -> None:
         self._table = table
@@ -76,7 +76,7 @@ class ConnectionTracker:
             self.update(lease.lease_id)
 
     def forget(self, lease_id: int) -> None:
-        """Stop tracking a lease that has ended; its connections may still hold other leases."""
+        """Stop tracking a lease that has ended; its connections may still count for other leases."""
         self._disconnected.discard(lease_id)
         self._of_earlier_broker.discard(lease_id)
         for connection in self._connections_of_lease.pop(lease_id, ()):

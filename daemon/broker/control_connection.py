@@ -58,8 +58,8 @@ LINGER_S: Final = 5.0
 """Longest time, in seconds, for a peer to read the final reply before the connection is cut."""
 
 REQUESTS_PER_QUANTUM: Final = 16
-"""Maximum number of requests of one connection that are served in a row. To serve a buffer full of small requests would
-take 100 ms."""
+"""Maximum number of requests of one connection that are served one after the other. Serving a buffer full of small
+requests would take 100 ms."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which fits almost every control request. It grows for a larger request. Stops
@@ -408,7 +408,7 @@ class ControlConnection(asyncio.BufferedProtocol):
 
 
 class AwaitedStep(Enum):
-    """A step that a peer must take within a time limit."""
+    """Something that a peer must do within a time limit."""
 
     HELLO = auto()
     FRAME = auto()

@@ -93,8 +93,8 @@ CERTIFICATES_S: Final = 5.0
 expire."""
 
 ETCD_PART: Final = 15
-"""One request to etcd may take 1 / ETCD_PART of the horizon, so that several can be tried before the membership
-deadline."""
+"""One request to etcd may take 1 / ETCD_PART of the horizon, so that it can be repeated several times before the
+membership deadline."""
 
 STORE_PART: Final = 0.8
 """Fraction of etcd's quota above which the operator is warned. Without compaction, a busy fleet then has hours left."""
@@ -108,8 +108,8 @@ MAX_CLAIMS: Final = 1_024
 accepts."""
 
 MAX_CLAIMS_PER_TENANT: Final = 64
-"""Maximum number of waiting claims of one tenant. Stops it from using up the node's requests to etcd: a name that is
-taken is requested every second."""
+"""Maximum number of waiting claims of one tenant. Stops a tenant from using up the node's requests to etcd: while a
+name is taken, it is requested every second."""
 
 MAX_UNSENT: Final = 4 * MAX_CLAIMS
 """Maximum number of messages that may wait until the process reads them; beyond that, claims are refused. While a
@@ -159,7 +159,7 @@ class FleetFrontend:
         update_page: Callable[[FleetMembership], None],
         timeouts: Timeouts | None = None,
     ) -> None:
-        # The operator's settings, and the parts of the daemon that this one uses or notifies.
+        # The operator's settings, and the parts of the daemon that this object uses or notifies.
         self._settings = settings
         self._table = table
         self._partitions = frozenset(card.uuid for card in cards if card.is_partition)
@@ -256,7 +256,7 @@ class FleetFrontend:
         return "; ".join(filter(None, (trouble, self._unreadable, self._clock)))
 
     def _store_warning(self) -> str:
-        """Return what to do about etcd's database before it is full; "" if it is far from full."""
+        """Return advice for the operator before etcd's database is full; "" if it is far from full."""
         store = self._store
         if store.size_bytes < STORE_PART * store.quota_bytes:
             return ""
@@ -314,7 +314,7 @@ class FleetFrontend:
         )
 
     def claim_quota(self, request: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
-        """Claim bytes of a tenant's quota, in the way of `claim_name`."""
+        """Claim bytes of a tenant's quota, as `claim_name` claims a name."""
         denied = f"tenant {request.tenant!r} has a fleet quota, which can't be checked"
         waiting = _PendingClaim(on_answer, request.tenant, QuotaDropped, self._quota_claims, denied)
         lease, until_ns = f"{request.lease_id:032x}", boot_ns() + request.wait_ms * NS_PER_MS
@@ -359,7 +359,7 @@ class FleetFrontend:
         self._send_all_ended()
 
     def on_fenced(self) -> None:
-        """Report a fenced lease: it may have been the last one that prevents a fenced node from joining again."""
+        """Report a fenced lease: it may have been the last lease that prevented a fenced node from joining again."""
         self._send_all_ended()
 
     def give_back(self, tenant: str, lease_id: int) -> None:
@@ -519,7 +519,7 @@ class FleetFrontend:
     # --- messages of the process ---
 
     def _on_unhandled(self, number: int) -> None:
-        """Refuse the acquire that waits for an answer that can't be read, because it would get no other."""
+        """Refuse the acquire that waits for an answer that can't be read, because it would get no other answer."""
         failure = _failure(ClaimRefusal.UNKNOWN, "the answer of the node's fleet process can't be read")
         self._answer(number, failure, ClaimRefusal.UNKNOWN.value)
 
@@ -568,7 +568,7 @@ class FleetFrontend:
     def _refusal_of(self, refused: ClaimRefused | QuotaRefused) -> str:
         """Return the sentence for the tenant.
 
-        If the node is cut off, this side knows more about the reason than the fleet's rules do.
+        If the node is cut off, this process has more information about the reason than the fleet's rules.
         """
         waiting = self._waiting.get(refused.request)
         if waiting is None or refused.why is not ClaimRefusal.ISOLATED or not self.is_isolated:

@@ -102,7 +102,7 @@ class Health:
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()
-        # In these two cases no lease will ever fit, unlike on cards that are only full now.
+        # In these two cases no lease will ever fit, unlike on cards that are full only at this moment.
         if not any(card.capacity_bytes for card in cards):
             return "no card has memory to lease"
         if all(card.fenced_bytes >= card.capacity_bytes for card in cards):

@@ -284,7 +284,7 @@ def cannot_listen(action: str, error: OSError, unit: str = "a .socket unit with 
 
 
 def _lasting_problem(error: OSError, unit: str) -> str:
-    """Return what someone has to change; "" for a problem that may disappear by itself."""
+    """Return the change that the operator must make; "" for a problem that may disappear by itself."""
     without = f"no socket unit passes it to the daemon, and {{}}: enable {unit}, or create {_NETWORK}"
     if isinstance(error, socket.gaierror):
         # This error's errno is not the kernel's. A name server may be available again in a moment.

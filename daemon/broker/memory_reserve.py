@@ -29,9 +29,9 @@ CHECK_NS: Final = 1_000_000
 UNLIMITED_CHECK_NS: Final = 20 * CHECK_NS
 """Shortest time between two checks in a process without a limit.
 
-There, the next mapping can fail only if there are too many (mmap(2), ENOMEM), and new work makes these. A check waits
-for any thread that is getting a page mapped at that moment: 0.1 ms on a busy host, longer if that thread is not
-scheduled."""
+There, the next mapping can fail only if the process has too many of them (mmap(2), ENOMEM), and only new work makes
+more. A check waits for any thread that is getting a page mapped at that moment: 0.1 ms on a busy host, longer if that
+thread is not scheduled."""
 
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 

@@ -1,6 +1,6 @@
 """Claims in the fleet: one node at a time serves a lease with a name, and tenants stay within their quotas.
 
-The name of a LEASE_ALLOC is claimed first. The claim's epoch becomes part of the lease's terms, and the lease is
+The name in a LEASE_ALLOC is claimed first. The claim's epoch becomes part of the lease's terms, and the lease is
 granted only before the membership deadline. The claim ends once the lease's memory is proved free, or an operator
 vouches for that. Bytes of a quota are claimed in the same way, for tenants that have one according to the settings
 (`TenantLimits.fleet_quota`). `Runtime.claims` has the node's claims; it is None if the node is in no fleet.
@@ -63,7 +63,8 @@ QuotaAnswer = QuotaGranted | Failure
 """Granted bytes of a quota, or the failure for the tenant: DENIED if the quota is used up, otherwise as for a name."""
 
 NameAnswer = NameGranted | Failure
-"""A granted claim, or the failure for the tenant: BUSY if another node or a later try may succeed, otherwise DENIED."""
+"""A granted claim, or the failure for the tenant: BUSY if another node or a later attempt may succeed, otherwise
+DENIED."""
 
 
 class FleetClaims(Protocol):
@@ -97,7 +98,7 @@ class FleetClaims(Protocol):
         """Request bytes of a quota, like `claim_name`."""
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """Return a lease's bytes to the quota, because the lease is completely over. Has no effect without any."""
+        """Return a lease's bytes to the quota, because the lease is completely over. Has no effect if it has none."""
 
 
 def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, holder: LeaseTerms | LeaseSnapshot) -> None:

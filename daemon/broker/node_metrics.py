@@ -1,6 +1,6 @@
 """The broker's metrics: counters fed by events, gauges read at a scrape, and the text of both.
 
-Leases have priority on the event loop. To count one event takes a microsecond or two. A scrape adds up WORKERS_AT_ONCE
+Leases have priority on the event loop. Counting one event takes a microsecond or two. A scrape adds up WORKERS_AT_ONCE
 leases at a time, then makes its text one family at a time, and the loop runs in between. One text is made at a time,
 for all peers that ask.
 """

@@ -32,7 +32,10 @@ that fill their leases with small regions from delaying the broker's loop: 4,096
 def full_report(
     lease: LeaseSnapshot, table: LeaseTable, workers: Workers, use: LeaseTimeUse | None = None
 ) -> dict[str, Any]:
-    """Report one lease with its connections and submits. `use`: its use of its card's time, if that is known."""
+    """Report one lease with its connections and submits.
+
+    `use`: how much of its card's time the lease has used, if that is known.
+    """
     # Use one moment for all times of the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(

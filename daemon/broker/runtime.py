@@ -127,7 +127,7 @@ USE_RECORDS_AT_ONCE: Final = 64
 """Number of records that are made before the event loop runs again, which takes about a millisecond."""
 
 _NEW_SESSIONS: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.SUBMIT_READY})
-"""Facts after which a further worker uses its card's time."""
+"""Facts after which one more worker uses its card's time."""
 
 Result = Outcome | Failure
 """The answer to a request: the lease table's outcome, or the failure if there is none."""
@@ -645,7 +645,8 @@ class Runtime:
 
     def _kill_worker(self, effect: KillWorker) -> None:
         if effect.after_record:
-            # Until the records are durable, the next broker would continue the session in this complete worker.
+            # Until the records are durable, a new broker would continue the session in this worker, which still has all
+            # of it.
             self._kills_to_record += 1
             self.journal.once_decided(lambda _: self._kill_recorded(effect.worker_id))
         else:

@@ -69,8 +69,8 @@ SHUTDOWN_TIMEOUT_S: Final = 10.0
 """Time within which leases should be proved free when the daemon stops. Their workers are killed in any case."""
 
 SETTLE_TIMEOUT_S: Final = 10.0
-"""Time that ending leases have when the daemon stops and leaves the other leases to the next daemon. The next daemon
-continues with those that take longer."""
+"""Time for which a stopping daemon waits for leases that are ending, if it leaves the others to the next daemon. The
+next daemon continues the ends that take longer."""
 
 ZYGOTES: Final = "zygotes"
 """The folder in the state folder where zygotes listen."""
@@ -293,7 +293,7 @@ class Service:
         return ControlConnection(self.runtime, self._driver, self._limiter, {}, peer, refusal, self._hello_options)
 
     def _new_reader(self, peer: Peer) -> ControlConnection:
-        """Connect one of the daemon's own processes, which does not count against the limits."""
+        """Accept a connection of one of the daemon's own processes, which does not count against the limits."""
         return ControlConnection(self.runtime, self._driver, None, {}, peer, options=self._hello_options)
 
     def _notify_page(self, message: CardLoads | FleetMembership) -> None:
@@ -543,7 +543,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
             capacity_bytes=fact.capacity_bytes,
             overhead_bytes=overhead,
         )
-    # Do not keep figures that were measured next to other contexts for the rest of the boot.
+    # Do not store figures that were measured while other contexts existed: they would be used until the next boot.
     if unknown and has_other_contexts:
         log_event(LogEvent.CARD_CROWDED)
     elif unknown:

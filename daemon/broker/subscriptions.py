@@ -1,7 +1,7 @@
 """Subscriptions: events that report the state of leases to peers, sent without waiting for any peer.
 
 The lease table knows the state. `Publisher` decides when to query it, and remembers what each lease's subscribers were
-sent. A slow reader loses old events, never the latest, and is notified how many it lost. Memory does not grow with
+sent. A slow reader loses old events but never the latest, which says how many were lost. Memory does not grow with
 unread events.
 """
 

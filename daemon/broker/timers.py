@@ -21,7 +21,8 @@ SLOT_BITS: Final = 27
 """Bits of a slot's length in nanoseconds: 0.13 s. A slot that begins sorts its timers, which blocks the loop."""
 
 LATE_NS: Final = 1 * NS_PER_S
-"""A timer that is noticed later than this was missed by this process: it was stopped, or frozen with its container."""
+"""If a timer is noticed later than this, the process has missed it: the process was stopped, or frozen with its
+container."""
 
 AFTER_STOP_NS: Final = 10 * NS_PER_S
 """Time that other processes get, after this process was stopped, to finish the work for which a patient timer waits.
@@ -51,7 +52,7 @@ class _Timer:
 class Timers:
     """Posts each event once, at its monotonic time in nanoseconds or later. Each timer has its own key.
 
-    If this process was stopped, patient timers that became due meanwhile are posted AFTER_STOP_NS later, once.
+    If this process was stopped, the patient timers that became due during the stop are deferred once, by AFTER_STOP_NS.
 
     Args:
         secure: Called before due timers are processed. Posting needs memory, and every timer depends on it.

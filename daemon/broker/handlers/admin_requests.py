@@ -55,7 +55,7 @@ class AdminHandler:
         self._runtime.post(RevokeRequested(number, body.lease_id, reason, peer.tenant, is_operator))
 
     def _may_revoke(self, lease_id: int, parent_id: int) -> bool:
-        """Return whether a token lets the peer revoke a lease, or a region by itself or with its lease."""
+        """Return whether one of the peer's tokens permits it to revoke a lease, or a region alone or with its lease."""
         return self._tokens.may_revoke(lease_id) or bool(parent_id and self._tokens.may_revoke(parent_id))
 
     def fence_clear(self, request: Request, body: messages.FenceClear) -> None:

@@ -57,7 +57,7 @@ class _Attempt:
     Attributes:
         submit: The submit that waits for the connection; None for an ATTACH.
         guest: The limits of a connection that attaches with a token.
-        is_stranger: Whether the peer may be another than the lease's tenant. Set before the hand-over.
+        is_stranger: Whether the peer may be someone other than the lease's tenant. Set before the hand-over.
         wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock. 0.0 before the wait begins.
     """
 
@@ -119,7 +119,7 @@ class AttachHandler:
 
     def check(self, request: Request) -> Guest | None:
         """Return the limits of a connection that attaches with a token. Raises Refused unless the peer may attach."""
-        # Check what costs and reveals least first: the peer's rights, then the lease, then the token.
+        # Begin with the check that costs and reveals least: the peer's rights, then the lease, then the token.
         self._caller.check_peer(request.op)
         lease = self._runtime.table.get(request.session_id)
         if lease is not None and lease.parent_id:
@@ -139,7 +139,7 @@ class AttachHandler:
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
             raise Refused(denial.failure)
-        # Operators may require a token even of the tenant itself.
+        # Operators may require that even the tenant itself presents a token.
         self._tokens.check_attach_demand()
 
     def _request_submit(self, request: Request, on_ready: Callable[[SubmitReady | Failure], None]) -> None:
@@ -157,7 +157,7 @@ class AttachHandler:
         number = self._caller.expect(on_outcome)
         self._open_submits[number] = request
         timeout_ms = request.body.timeout_ms if isinstance(request.body, GpuSubmit) else 0
-        # A bearer of a token acts in the name of the lease's tenant.
+        # The bearer of a token acts in the name of the lease's tenant.
         tenant = "" if lease is None else lease.tenant
         self._runtime.post(SubmitRequested(number, request.session_id, tenant, timeout_ms))
 
@@ -183,7 +183,7 @@ class AttachHandler:
             self._abandon(attempt)
             self._refuse(attempt.request, refused.failure)
             return
-        # Use the token up before the hand-over: if the daemon is killed in between, the token must not be used twice.
+        # Record the token as used before the hand-over: if the daemon is killed in between, it must not be used again.
         self._tokens.spend(self._runtime.journal, lambda is_durable: self._attach_spent(attempt, is_durable))
 
     def _open_session(self, lease_id: int) -> bool:
@@ -203,12 +203,12 @@ class AttachHandler:
         attempt.wait_until_s = attempt.wait_until_s or loop.time() + SUBMIT_WAIT_S
         if loop.time() >= attempt.wait_until_s:
             raise Refused(_SUBMIT_RUNS)
-        # Begin the attempt again after the wait: the lease may have ended by then, or the peer disconnected.
+        # After the wait, begin again: the lease may have ended by then, or the peer may have disconnected.
         loop.call_later(SUBMIT_POLL_S, self._attach, attempt)
 
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
         """Hand the connection over. If that fails, its token may be used again."""
-        # The order to the worker says whether this client may be another than the lease's tenant.
+        # The order tells the worker whether this client may be someone other than the lease's tenant.
         attempt.is_stranger = self._is_stranger(attempt.number)
         worker = self._runtime.workers.worker(attempt.number)
         if worker is not None:
@@ -263,7 +263,7 @@ class AttachHandler:
     # --- refusals ---
 
     def _not_attached(self, attempt: _Attempt) -> Failure:
-        # The lease may have ended during the attempt, which is the better reason.
+        # If the lease has ended during the attempt, report that: it is the more helpful reason.
         denial = self._runtime.table.denial_for(attempt.request.session_id, time.monotonic_ns())
         if denial is not None:
             return denial.failure

@@ -156,7 +156,7 @@ class LeaseHandler:
 
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         if tenant != self._peer.tenant:
-            # The peer bears a token. Only the tenant itself can promise that its session holds nothing more.
+            # The peer is the bearer of a token. Only the tenant itself can promise that its session holds nothing more.
             self._runtime.post(GuestAttached(body.lease_id))
         number = self._caller.expect(on_outcome)
         self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))

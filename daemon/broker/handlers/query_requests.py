@@ -53,7 +53,7 @@ class QueryHandler:
         """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""
         lease = self._runtime.table.get(body.lease_id)
         if lease is None:
-            # The table may have forgotten an ended lease, and still know that it was revoked.
+            # The table may have dropped an ended lease, but still have the record that it was revoked.
             raise Refused((self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)).failure)
         if not self._may_query(lease):
             # The same answer as for an unknown id: a stranger must not learn which ids exist.
@@ -100,8 +100,8 @@ class QueryHandler:
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
         """Serve LEASE_SUBSCRIBE. The first event follows the reply."""
-        # A subscription to every lease shows what a list would show. One to a single lease shows what a query would,
-        # also to a caller with the lease's token.
+        # A subscription to every lease shows the same leases as a list. A subscription to a single lease shows the same
+        # as a query, also to a caller with the lease's token.
         is_every = body.lease_id == EVERY_LEASE
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):

@@ -55,7 +55,7 @@ class RegionHandler:
                     "the region's tenant must be the name of a tenant, without control characters",
                 )
             )
-        # A grant that can't be recorded would be revoked before its client learns of it.
+        # A grant that can't be recorded would be revoked before its client receives it.
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(denial.failure)
         # With a token, the region is requested in the name of the lease's tenant. Its owner is the peer, unless the
@@ -93,7 +93,7 @@ class RegionHandler:
             )
         permission = SPECS[request.op].needs.permissions
         tenant = self._tokens.acting_tenant(body.lease_id, permission)
-        # Without a token for the region, one for the lease that contains it serves as well.
+        # A token for the lease that contains the region serves as well as one for the region.
         region = self._runtime.table.get(body.lease_id)
         if tenant == self._peer.tenant and region is not None and region.parent_id:
             tenant = self._tokens.acting_tenant(region.parent_id, permission)
@@ -111,7 +111,7 @@ class RegionHandler:
                 self._caller.answer_denied(request, outcome)
 
         lease = self._runtime.table.get(body.lease_id)
-        # Growing needs what acquiring does; a lease may be reduced at any time.
+        # To grow a lease, the peer needs the permission to acquire one; a lease may be reduced at any time.
         if lease is None or body.size_bytes > lease.size_bytes:
             self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, SPECS[request.op].needs.permissions)
             if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:

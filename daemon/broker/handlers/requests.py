@@ -18,8 +18,8 @@ from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.operations import HANDING_OVER
 
 NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opcode.REGION_WATCH})
-"""Operations that the broker refuses when it is out of memory: they make it keep something, and they can wait.
-LEASE_ALLOC is another; its handler first checks whether the lease exists already."""
+"""Operations that the broker refuses when it is out of memory: it would have to store something for them, and they can
+wait. LEASE_ALLOC also belongs to them, but its handler first checks whether the lease exists already."""
 
 H = TypeVar("H")
 
@@ -69,8 +69,8 @@ HANDLERS: Final[Mapping[Opcode, tuple[Callable[[Caller], Any], Serve]]] = {
 class RequestDispatcher:
     """Passes each control request of one connection to its handler.
 
-    A handler is made at its first request: most connections carry one or two kinds of requests, and each connection
-    costs the broker's thread time.
+    A handler is made for the first request of its kind, because most connections send only one or two kinds of
+    requests, and making a handler takes time in the broker's thread.
     """
 
     def __init__(self, runtime: Runtime, connection: ClientConnection, driver: str) -> None:

@@ -104,7 +104,7 @@ class TokenHandler:
             authority = self._service.authority()
             lease_id, nonce = refusing(lambda: authority.name(body.token))
         lease = self._service.lease(lease_id)
-        # Operators may revoke any token, but not learn by it whether a lease exists.
+        # Operators may revoke any token, but must not find out in this way whether a lease exists.
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (self._peer.is_operator and (lease is not None or lease_id == NODE_LEASE)):
             raise Refused(self._service.denial(lease_id, self._peer).failure)
@@ -120,7 +120,7 @@ class TokenHandler:
                 )
             )
         permissions = Permission(body.permissions)
-        # Where renewals need a token, a tenant must not issue one to itself.
+        # If the operator requires a token for renewals, a tenant must not issue one to itself.
         by_operators = OPERATOR_PERMISSIONS
         if Demand.RENEW in self._service.demands:
             by_operators |= Permission.LEASE_RENEW
