@@ -49,8 +49,8 @@ class Admission:
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, effects: list[Effect]) -> None:
         """Apply new bounds to future requests. Tenants keep their leases, and queued acquires stay in the queue."""
         store = self._store
-        # Limits are not retroactive: tenants with a lease or a queued acquire keep them, so `invariants` must not
-        # report those tenants for exceeding the new limits.
+        # Limits are not retroactive: tenants keep their leases and queued acquires, so `invariants` must not report
+        # these tenants for exceeding the new limits.
         store.under_earlier_rules = {*store.live_by_tenant, *(waiter.acquire.tenant for waiter in store.queue)}
         store.limits = replace(store.limits, tenants=event.rules)
         store.renamed |= event.renamed
@@ -86,8 +86,8 @@ class Admission:
         if event.step is AcquireStep.CHECK:
             effects.append(Checked(event.request))
             return
-        # Step 4: first come, first served. Serve the waiters before this request, and exclude each card that a waiter
-        # holds back.
+        # Step 4: first come, first served. Serve the waiters before this request, and exclude each card that is kept
+        # for a waiter.
         if self._store.queue.end_holds(now_ns):
             # The hold timer fires late, but waiters still come before this request.
             self.serve_queue(now_ns, effects)
@@ -134,7 +134,7 @@ class Admission:
         effects.append(RequestDenied(request, self._wait_denial(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, effects: list[Effect]) -> None:
-        """End the holds that are due, serve the waiters that they kept back, and arm the timer for the next end."""
+        """End the holds that are due, serve the waiters that they held back, and arm the timer for the next end."""
         if self._store.queue.end_holds(now_ns):
             self.serve_queue(now_ns, effects)
         due_ns = self._store.queue.next_hold_end_ns()
@@ -189,10 +189,10 @@ class Admission:
             effects.append(RequestDenied(event.request, denial))
             return
         queue = self._store.queue
-        # Note when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
+        # Record when the shared timer is due before this waiter joins, to find out whether it must fire earlier now.
         armed_ns = queue.next_hold_end_ns()
         holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
-        # A request without a wait of its own still waits while sessions are parked to make room for it.
+        # A request that allows no wait still waits while sessions are parked to make room for it.
         wait_ns = event.wait_ms * NS_PER_MS or self._parking.patience_ns
         waiter = Waiter(event, candidates, now_ns, now_ns + wait_ns, holds_until_ns)
         queue.join(waiter)
@@ -263,8 +263,8 @@ class Admission:
         if (waiting := self._store.queue.named(name)) is not None:
             is_own = waiting.acquire.tenant == event.tenant
             return denials.name_taken(name, waiting.acquire.lease_id if is_own else None)
-        # A claim with an epoch not above the highest served here is old and arrives late. To grant it would give the
-        # name to two tenants in turn.
+        # If a claim's epoch is not above the highest served here, the claim is old and has arrived late. Granting it
+        # could give one name to two tenants.
         if (highest := self._store.epochs.of(name)) >= epoch:
             return denials.old_epoch(name, epoch, highest)
         self._store.epochs.note(name, epoch)
@@ -393,8 +393,8 @@ CARD_DRAINED: Final = "its card is drained"
 class Drains:
     """Drains the node or a card: admits no lease there, warns the tenants, ends the remaining leases at a deadline.
 
-    1. From then on, no lease is granted there. Acquires that no other card could serve are refused, also queued ones.
-       Leases that still wait for their worker there end. The pool drops its contexts there.
+    1. From then on, no lease is granted there. Acquires that no other card could serve are refused, including queued
+       ones. Leases that still wait for their worker there end. The pool drops its contexts there.
     2. The subscribers of each active lease are sent the time that is left. A renewal extends a lease to the drain's
        deadline at most. When a lease is moved off a drained card, its warning is withdrawn.
     3. At the deadline all remaining leases end with DRAINED. The drain lasts until an operator admits tenants again. A

@@ -64,7 +64,7 @@ from gpulease.protocol.time_units import NS_PER_S
 MAX_MISFITS: Final = 4
 """Maximum number of workers that fail to adopt a cold session in one return.
 
-A few are tried because CUDA does not promise equal addresses. They differed now and then (H200, driver 580) until all
+A few are tried because CUDA does not promise equal addresses. They differed occasionally (H200, driver 580) until all
 threads of a worker had one malloc arena (host/malloc_arenas.py). The limit ends the attempts for a session that fits no
 worker at all, for example after an update of the driver.
 """
@@ -73,7 +73,7 @@ MAX_HELD_MISFITS: Final = 2
 """`MAX_MISFITS` while the former worker still has the session: one worker of each kind, warm and new."""
 
 _HANGS: Final = frozenset({Cause.UNRESPONSIVE, Cause.LOAD_TIMEOUT})
-"""Causes by which a worker hangs without having broken a rule of the lease's bytes or kernels."""
+"""Causes that mean that a worker hangs, although it has broken no rule about the lease's bytes or kernels."""
 
 _LEAVE_TASK: Final = "send its image"
 
@@ -141,7 +141,7 @@ class ColdParking:
         self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]
     ) -> None:
         """Record that a session stays parked because it found no room in time."""
-        # A return for a move was not requested by a client. If a client waits as well, it asks for the return next.
+        # A return for a move was not requested by a client. If a client waits as well, its request comes next.
         is_move, denial = state.move is not None, denials.return_refused(reason)
         is_back = state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, effects)
         self.refuse_move(lease, denial, now_ns, effects)
@@ -322,7 +322,7 @@ class ColdParking:
             return False
         if lease.deadline_ns is None:
             return False
-        # This worker's page has no deadlines yet. From now on the only time limit is the lease's own; the watchdog
+        # This worker's page has no deadlines yet. From now on the only time limit is the lease's deadline; the watchdog
         # notices if the worker stops.
         state.depth, state.due_ns = ParkDepth.ADOPTING, None
         effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
@@ -348,8 +348,8 @@ class ColdParking:
     def on_worker_hung(self, lease: Lease, cause: Cause, effects: list[Effect]) -> bool:
         """Kill a new worker that hangs while the session's former worker is set aside. Returns False for any other.
 
-        Its end decides what becomes of the session (`on_worker_lost`): it may have restored the session, reported
-        that, and served requests, before it hung.
+        When the worker has ended, `on_worker_lost` decides how the session continues: the worker may have restored the
+        session, reported that, and served requests before it hung.
         """
         state = lease.park
         if state is None or lease.state is not LeaseState.ACTIVE or cause not in _HANGS:
@@ -398,7 +398,7 @@ class ColdParking:
                 self._end_move(lease, state, now_ns, effects)
             else:
                 self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
-        # The upgrade was given up, but the new worker has the session nevertheless.
+        # The upgrade was abandoned, but the new worker has restored the session nevertheless.
         self._upgrades.drop(state, f"the session of lease {lease.lease_id:032x} is in another worker", now_ns, effects)
 
     def on_return_failed(

@@ -1,12 +1,14 @@
 """Deferred requests: a region, a resize, a submit or a move, requested while the session is parked or returns.
 
-1. Such a request needs the session on its card. So, like an operation of the session, it brings the session back, and
-   is handled once that has returned. It is checked again then. Only a move can begin while the session is parked.
+1. Such a request needs the session on its card. So, like an operation of the session, it brings the session back. When
+   the session has returned, the request is checked again and handled. Only a move can begin while the session is
+   parked.
 2. The request may come when its tenant already knows that the session is back and this table does not: the worker
    answers the operation and reports the return to the broker at the same time.
 3. The wait is as long as that of an operation that waits for the return. If the session can't return, the request is
    refused with the same reason.
-4. Requests that would be denied anyway, or that come from others than those who may make them, bring nothing back.
+4. A request that would be denied anyway, or that comes from a caller who may not make it, does not bring the session
+   back.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +23,8 @@ from gpulease.daemon.leases.table_state import DeferrableRequest, DeferredGroup,
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_DEFERRED: Final = 64
-"""Maximum number of requests that wait for the return of one session. Stops a tenant from making the broker remember
-any number."""
+"""Maximum number of requests that wait for the return of one session. Stops a tenant from filling the broker's memory
+with them."""
 
 
 class DeferredRequests:
@@ -63,7 +65,7 @@ class DeferredRequests:
         return True
 
     def take_ready(self, now_ns: int, effects: list[Effect]) -> Iterator[DeferrableRequest]:
-        """Yield the requests that can be handled now, and bring back sessions that were parked again meanwhile."""
+        """Yield the requests that can be handled now, and bring back sessions that have been parked again since."""
         for group, requests in list(self._store.deferred.items()):
             lease = self._store.parkable.get(group.lease_id)
             if lease is None or lease.park is None:

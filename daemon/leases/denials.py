@@ -94,7 +94,7 @@ def _ended(cause: Cause, reason: str = "") -> tuple[DenialReason, str, str]:
 
 def lease_ended(lease: LeaseSnapshot) -> Denial:
     """Deny work because the lease is draining, torn down or fenced."""
-    # Name the fence rather than the cause, because it concerns the operator as well.
+    # Name the fence rather than the cause, because the fence concerns the operator as well.
     if lease.state is LeaseState.FENCED:
         return Denial(
             DenialReason.FENCED,

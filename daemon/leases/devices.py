@@ -1,4 +1,4 @@
-"""The node's cards: the bytes that leases hold on each, the choice of a card, and memory held by other programs."""
+"""The node's cards: the bytes that leases hold on each, the choice of a card, and the memory of other programs."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ PINNED_BYTES_PER_TABLE: Final = 1 << 30
 class PlacementOrder(Enum):
     """The order in which a lease prefers the cards that fit: the emptiest first, or the fullest first.
 
-    PACK keeps large gaps, and whole cards, free for the leases that need them. SPREAD gives each lease the least busy
+    PACK keeps large free blocks, and whole cards, for the leases that need them. SPREAD puts each lease on the emptiest
     card.
     """
 
@@ -75,7 +75,7 @@ class Card:
     def __post_init__(self) -> None:
         numbers = (self.index, self.capacity_bytes, self.overhead_bytes, self.spare_bytes, self.slack_bytes)
         if not self.uuid or min(numbers) < 0:
-            raise ValueError(f"Card {self.uuid!r} needs a uuid, and no number of it may be negative: {self!r}.")
+            raise ValueError(f"Card {self.uuid!r} must have a uuid and no negative numbers: {self!r}.")
 
     @property
     def largest_slice_bytes(self) -> int:
@@ -96,8 +96,8 @@ class CardSnapshot:
 
     Attributes:
         capacity_bytes: Total bytes that leases, warm contexts and fences may hold now.
-        free_bytes: Bytes that no lease holds and no fence keeps. Those of warm contexts are included, because they end
-            if a lease needs their bytes.
+        free_bytes: Bytes that are neither held by a lease nor fenced. The bytes of warm contexts are included, because
+            these end if a lease needs the bytes.
         available_bytes: Largest slice a tenant could get now: the free bytes less one context's overhead, and 0 while
             one lease has the card to itself or the card is drained.
         warm_contexts: Contexts that wait for any lease.
@@ -106,9 +106,9 @@ class CardSnapshot:
         warm_bytes: Bytes of all of the pool's contexts, including those being made or dropped.
         leases: Live leases, fenced ones included.
         is_exclusive: Whether a single lease has the whole card.
-        unowned_bytes: Bytes in use that belong to no process, less those when the card was measured. The capacity
-            is smaller by them.
-        outside_bytes: The same for bytes of programs outside the daemon.
+        unowned_bytes: Bytes in use that belong to no process, less the bytes that belonged to none when the card was
+            measured. The capacity is reduced by them.
+        outside_bytes: Bytes of programs outside the daemon, counted and subtracted in the same way.
         parked_bytes: Bytes of parked leases' slices, which other leases may use.
         drain_ns: Time at which the card's own drain ends its leases; None if there is none.
     """
@@ -134,20 +134,20 @@ class CardSnapshot:
 
 
 class CardAccount:
-    """Running sums of one card. Bytes are charged at placement, and released only once they are proved free.
+    """Running sums of one card. Bytes are charged when a lease is placed, and released only once they are proved free.
 
     Attributes:
-        held_bytes: Bytes of leases, including those that are not free until warm contexts have left.
+        held_bytes: Bytes of leases, including bytes that become free only when warm contexts have been dropped.
         awaited_bytes: The part of the held bytes that no worker can use yet.
         stuck_bytes: Bytes of warm contexts that no lease can have, because they could not be proved free or are HELD.
         fenced_bytes: Bytes of leases and warm contexts that could not be proved free.
         pending_leases: Leases that wait for their worker.
         others: The account of the memory that others hold.
         warm: The pool's contexts on this card, by id.
-        warm_wanted: Number of contexts the card is to have.
+        warm_wanted: Number of contexts that the card should have.
         awaiting: Pending leases and returning leases that wait for warm contexts to leave, in order of arrival.
         parkable_bytes: Sum of the slices of parkable leases, parked ones included.
-        parked_bytes: The part of these bytes that the card has free because the leases are parked.
+        parked_bytes: The part of these bytes that is free on the card because the leases are parked.
         overcommit: Bound of `parkable_bytes`, as a multiple of the card's capacity.
         drain_ns: Time at which the card's own drain ends its leases. While the drain lasts, no lease is granted. None
             without a drain.
@@ -273,7 +273,7 @@ class CardAccount:
         )
 
     def await_bytes(self, lease: Lease, awaited_bytes: int) -> None:
-        """Mark bytes of a pending or returning lease as not usable yet; 0 once it may have them."""
+        """Set how many bytes of a pending or returning lease are not usable yet; 0 once it may use all of them."""
         self.awaited_bytes += awaited_bytes - lease.awaited_bytes
         lease.awaited_bytes = awaited_bytes
         if awaited_bytes:
@@ -475,9 +475,9 @@ class Others:
        smallest figure of all polls since the process disappeared is booked first, so that none of it can be granted,
        and the worker's bytes are taken as free.
     4. Polled figures are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
-    5. Before the first poll the whole card counts as taken, so that nothing is granted. While no daemon ran, a program
-       may have taken memory. And if broker and zygote were killed together, a worker that a session has left may still
-       hold some, and no record names it.
+    5. Before the first poll the whole card counts as taken, so that nothing is granted: while no daemon ran, a program
+       may have taken memory. Also, if broker and zygote were killed together, a worker that a session had left may
+       still hold memory that no record mentions.
 
     Attributes:
         unowned: Bytes that belong to no process.
@@ -523,7 +523,7 @@ class Others:
                 return False
             # The proof may have booked more.
             unowned_bytes = max(unowned_bytes, self.unowned.booked_bytes)
-        # The first poll is booked at once: it shows the bytes that others took while no daemon ran.
+        # Book the first poll at once: it shows the bytes that others took while no daemon ran.
         is_first, self._is_polled, self._polled_ns = not self._is_polled, True, max(polled_ns, self._polled_ns)
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)

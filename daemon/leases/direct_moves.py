@@ -8,10 +8,9 @@
 4. If anything fails before that, the former worker continues the session on its own card. The request is refused with
    the reason, and the session's next move goes through the host's memory.
 
-If the other card can't read the first card's memory, the same steps are taken, except that the bytes pass through a
-ring of buffers in the host's memory: the former worker fills it while the next one empties it. All other moves need
-room for the whole session in the host's memory. `way_of` decides which way a move goes; its reason is reported with the
-move.
+If the other card can't read the first card's memory, the steps are the same, but the bytes pass through a ring of
+buffers in the host's memory, which the former worker fills while the next one empties it. All other moves need room for
+the whole session in the host's memory. `way_of` decides which way a move goes; its reason is reported with the move.
 """
 
 from gpulease.daemon.leases.devices import CardAccount

@@ -78,11 +78,11 @@ class AcquireRequested:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionsChanged:
-    """A granted lease has lost its last connection, or has one again.
+    """A granted lease has lost its last connection, or is connected again.
 
-    A lease counts as connected until the first such event. The connections that count are those of the session,
-    including guests'; control connections that acquired or renewed the lease, or queried it as its tenant; and a
-    submit's.
+    A lease counts as connected until the first such event. These connections count: those of the session, including
+    guests' connections; control connections that acquired or renewed the lease, or queried it as its tenant; and the
+    connection of a submit.
 
     Attributes:
         least_wait_ms: Shortest wait for a new connection, even if the lease's own bound is shorter.
@@ -112,7 +112,7 @@ class SubmitFound:
     """A submit's worker that an earlier daemon left; sent once for each, after its lease was restored.
 
     Attributes:
-        is_running: Whether the client was notified that the submit is ready, and nothing has ended it since.
+        is_running: Whether the client was notified that the submit is ready, and the submit has not ended since.
         timeout_ms: Longest run of the submit, counted from now.
         size_bytes: Bytes for its kernel's buffers and code.
     """
@@ -255,7 +255,7 @@ class WorkerScrubbed:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A worker's timer that `ArmTimer` armed has run out. Late, early, repeated and outdated timers are harmless."""
+    """A worker's timer, armed by `ArmTimer`, has fired. Late, early, repeated and outdated timers are harmless."""
 
     worker_id: int
     generation: int
@@ -264,14 +264,14 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimerFired:
-    """The wait of a queued acquire or submit has run out, or the wait for the answer to a resize."""
+    """The maximum wait of a queued acquire or submit is over, or the maximum wait for the answer to a resize."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
-    """The time for which a waiting request may hold back others has run out.
+    """The time for which a waiting request may hold back others is over.
 
     Late, early and repeated timers are harmless.
     """
@@ -571,7 +571,7 @@ class ResizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SliceResized:
-    """Answer to each `ResizeSlice`: the size that the session has now.
+    """Answer to each `ResizeSlice`, with the size that the session has now.
 
     Attributes:
         doubt: Why it is not the requested size; "" if it is.
@@ -940,7 +940,7 @@ class ProveReclaimed:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """For logs: others hold more or less of a card's memory than before, so its capacity has changed."""
+    """For logs: programs other than workers hold more or less of a card's memory, so its capacity has changed."""
 
     card: CardSnapshot
     is_less: bool

@@ -36,7 +36,8 @@ class MembershipDeadlines:
         A lease that is past its own membership deadline has ended and is not extended.
         """
         moved = MembershipDeadline(event.membership_deadline_ns, event.membership_deadline_boot_ns)
-        # Heartbeats may be acknowledged out of order. Compare by CLOCK_BOOTTIME, which counts the time asleep.
+        # Heartbeats may be acknowledged out of order. Compare by CLOCK_BOOTTIME, which includes the time for which the
+        # host slept.
         if self._store.membership_deadline is not None and moved.boot_ns <= self._store.membership_deadline.boot_ns:
             return
         self._store.membership_deadline = moved
@@ -83,8 +84,8 @@ class MembershipDeadlines:
             return
         lease.membership_deadline = membership_deadline
         effects.append(SetMembershipDeadline(lease.lease_id, membership_deadline.boot_ns))
-        # A worker that the session has left may have to continue it. Without a new deadline, the zygote would end that
-        # worker too early.
+        # A worker that the session has left may have to continue it. If it did not get the new deadline, the zygote
+        # would end it too early.
         effects += [
             SetMembershipDeadline(worker_id, membership_deadline.boot_ns)
             for worker_id in self._store.left_workers(lease)

@@ -98,8 +98,8 @@ class CauseRow(NamedTuple):
         grace_ms: How long kernels in flight may run after new work is refused, unless a setting says otherwise: 0 if
             the tenant has finished, or nothing is left that could finish. None if no setting can change that, because
             another node may soon serve the name.
-        is_warned: Whether the log reports the end as a warning: the daemon ended a session that still ran, and no
-            earlier line has warned of that.
+        is_warned: Whether the log reports the end as a warning, because the daemon ended a session that still ran and
+            no earlier line has warned of that.
         is_time_limit: Whether a submit that ends for this cause took too much time.
     """
 
@@ -403,8 +403,8 @@ class Lease:
         request: Number of the acquire that waits for the worker; meaningless once it is answered.
         warm_id: Id of the warm context that the lease took over; 0 if none.
         served: Number of earlier leases of the same tenant that this context served.
-        is_in_doubt: Whether another client than the tenant has used the session, or some of its memory was not proved
-          free.
+        is_in_doubt: Whether a client other than the tenant has used the session, or some of its memory was not proved
+            free.
         is_scrubbing: Whether the tenant has freed the lease and the worker may still return to the pool.
         awaited_bytes: The part of the charge that warm contexts must free first; 0 once the worker was ordered to use
           it.
@@ -429,8 +429,8 @@ class Lease:
         region_bytes: Bytes of the session's slice that regions hold.
         region_number: Number of the last region opened; a region's number is never reused.
         resize: The change of size in progress; None without one.
-        is_reshaped: Whether a region was opened in it or its slice was resized, so that its context serves no other
-          lease.
+        is_reshaped: Whether a region was opened in the lease or its slice was resized, so that its context serves no
+            other lease.
         park: The parking state of its session; None if it is not parkable.
         wait_ms: Longest wait of its acquire for room, and of its session for room to return.
         membership_deadline: The time at which a claimed lease ends unless the deadline is moved; None without a
@@ -797,7 +797,7 @@ class Submit:
 
 
 class WarmState(Enum):
-    """States of a warm context. Once a lease takes it over, it is part of the lease and has no state of its own."""
+    """States of a warm context. Once a lease takes it over, it is part of the lease and has no separate state."""
 
     __hash__ = object.__hash__
 
@@ -806,7 +806,7 @@ class WarmState(Enum):
     DROPPING = "dropping"
     FENCED = "fenced"
     HELD = "held"
-    """A session has left this worker, and returns to it if the next worker can't continue the session."""
+    """A session has left this worker, and will return to it if the next worker can't continue the session."""
 
 
 # Contexts that the pool drops when a lease needs their room.

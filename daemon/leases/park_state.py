@@ -120,8 +120,9 @@ class ParkState:
     Attributes:
         number: Number of the last order to the worker; answers to an earlier one are ignored.
         ordered_ns: Time of that order.
-        due_ns: Time at which the present step must be done: a park, leaving the process, or the start of a new worker.
-          For a session parked warm, when it is to leave its process. None while there is nothing to time.
+        due_ns: Time at which the present step must be complete: a park, the export of the session, or the start of a
+            new worker. For a session parked warm, the time at which it must leave its process. None if no step has a
+            time limit.
         used_ns: Time at which it was last seen in use. To make room, the least recently used session is parked first.
         idle_retry_ns: Time before which idleness does not park it, because its last park was refused.
         stays_until_ns: Time before which it is not parked for others' need, because it has just come to its card or
@@ -130,8 +131,8 @@ class ParkState:
           RETURNING only so that a worker can refuse the waiting operations (`refusal`). If COLD, the whole charge.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
-        is_repeated: Whether it is parked again for requests after their first park ended early because an operation
-          needed the session.
+        is_repeated: Whether it is being parked again for requests whose first park ended early because an operation
+            needed the session.
         depth: How much of it has left the card.
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.

@@ -10,9 +10,9 @@
    order. Without room, the session waits in the queue of acquires, first come, first served, for the time that its
    acquire was willing to wait. After that time the operation fails as BUSY, and the session stays parked.
 4. Host memory is held for the whole slice: from the grant on if enough is free, otherwise from the order to park on. A
-   session on the card keeps its host memory until another one needs it for a park. A session that was parked for
-   others' need leaves its memory, when it returns, to those of its card that are parked next, so that it is prepared by
-   then. All of it is returned when the worker's process ends. With overcommit, each park for others' need has the
+   session on the card keeps its host memory until another one needs it for a park. When a session that was parked for
+   others' need returns, its memory is given to the sessions of its card that are parked next, so that it is prepared in
+   time. All of it is returned when the worker's process ends. With overcommit, each park for others' need has the
    session that is parked next copy its bytes ahead while it is idle. It stays on the card, and all rules treat it as if
    nothing was copied: its worker forgets the copy when the session is used.
 5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
@@ -93,7 +93,7 @@ _LEAVES_SHARE: Final = (ParkCause.TENANT, ParkCause.IDLE)
 
 
 class ParksTogether:
-    """Parks that are to begin at the same time, and what they leave of the host's memory.
+    """Parks that are to begin at the same time, and the host memory that they need.
 
     The sums are computed once, because a plan may have to consider every session of a card.
 
@@ -274,7 +274,7 @@ class Parking(ParkingViews):
     def _hold_host(self, lease: Lease, effects: list[Effect]) -> None:
         """Hold host memory for a session.
 
-        If necessary, take it from sessions on a card that keep some for their next park.
+        If necessary, take it from sessions on a card that keep memory for their next park.
         """
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         more_bytes = needed_bytes - (lease.park.host_bytes if lease.park is not None else 0)
@@ -370,7 +370,7 @@ class Parking(ParkingViews):
         """Let a session that moves directly leave its process: all of its bytes stay on its card, so none is proved."""
         state.phase, state.due_ns, state.is_in_place = ParkPhase.PARKED, None, True
         state.kept_bytes, state.off_bytes = lease.terms.size_bytes, 0
-        # Requests to park that came in the meantime can't be fulfilled.
+        # Requests to park that arrived since the move began can't be fulfilled.
         refuse_parks(state, denials.is_moving(lease.lease_id), effects)
         self.cold.on_parked(lease, now_ns, effects)
 
@@ -400,7 +400,7 @@ class Parking(ParkingViews):
         state.requests.clear()
         if state.cause is ParkCause.NEED and state.move is None:
             self._copy_next_ahead(lease.card_uuid, effects)
-        # An operation came while the bytes were being moved.
+        # An operation arrived while the bytes were being moved.
         if state.is_awaited:
             self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
             self._await_return(lease, state, now_ns, effects)
@@ -424,7 +424,7 @@ class Parking(ParkingViews):
             effects.append(DropParkMemory(lease.lease_id))
         # An earlier daemon recorded the park, but the session had returned before this daemon repeated the order.
         _record_return(lease, lease.park, 0, now_ns, effects)
-        # A kernel that still runs is reported as use of the session; other refusals are not.
+        # A kernel that still runs counts as use of the session. After any other refusal, wait for another idle time.
         _postpone_idle(lease, lease.park, now_ns)
         self._become_resident(lease, lease.park, now_ns, effects)
 
@@ -460,7 +460,8 @@ class Parking(ParkingViews):
         state.is_awaited = True
         # The lease is still charged for its bytes, so the return needs no room.
         if state.phase is ParkPhase.PROVING:
-            # But an earlier table may have granted them to others. Then the proof and the wait for room come first.
+            # But an earlier table may have granted these bytes to others. In that case the proof and the wait for room
+            # come first.
             if self._store.account_by_uuid[lease.card_uuid].free_bytes < 0:
                 return
             # This is the second operation: the tenant uses the session, and another park would only delay it.
@@ -706,7 +707,7 @@ class Parking(ParkingViews):
         )
         missing_bytes = needed_bytes - account.free_bytes - coming_bytes
         if missing_bytes <= 0:
-            # No bytes are missing: either enough are on their way, or the waiter waits for its turn and not for room.
+            # No bytes are missing: either enough will become free, or the waiter waits for its turn and not for room.
             return [] if coming_bytes else None
         victims, together = list[Lease](), ParksTogether(self._store)
         if self._is_at_most(account, together, now_ns):
@@ -727,7 +728,7 @@ class Parking(ParkingViews):
         return None
 
     def _is_at_most(self, account: CardAccount, together: "ParksTogether", now_ns: int) -> bool:
-        """Return whether these parks leave no host memory, or the card's pace no park, whichever session is next."""
+        """Return whether these parks use up the host memory or the card's pace, so that no other park is possible."""
         is_full = together.host_bytes + PARK_GRANULE_BYTES > self._store.limits.park_memory_bytes
         return is_full or self._pace_wait_ns(account.card.uuid, together.parks + 1, now_ns) > 0
 
@@ -834,7 +835,10 @@ class Parking(ParkingViews):
             self._order_return(lease, state, now_ns, effects)
 
     def end_with_lease(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        """Answer the requests that wait for the parking of an ended lease. Its bytes are released with its worker's."""
+        """Answer the requests that wait for an ended lease to be parked.
+
+        Its bytes are released with those of its worker.
+        """
         state = lease.park
         if state is None:
             return

@@ -118,7 +118,7 @@ class CardRow:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredState:
-    """Records of an earlier table that the new one takes over without further action.
+    """Records of an earlier table that the new one adopts without further action.
 
     Attributes:
         tombstones: Leases that were torn down, oldest first.

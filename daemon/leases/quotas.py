@@ -242,7 +242,7 @@ DEFAULT_GRACE_MS: Final = MappingProxyType({cause: cause.row.grace_ms for cause 
 
 MAX_GRACE_MS: Final = 10_000
 """Longest grace period of an ended lease, during which its kernels run and its memory stays unavailable. A larger
-number is probably a mistake in the unit. It is also the longest time that a stopping daemon waits."""
+number is probably a mistake in the unit. A stopping daemon also waits for at most this time."""
 
 
 GRACES: Final = MappingProxyType(
@@ -307,7 +307,7 @@ class CoreLimits:
             least=1,
         ),
     ] = 10
-    # Stops an endless wait from keeping a connection and a place in the queue for a client that no longer needs them.
+    # Stops an endless wait from occupying a connection and a place in the queue for a client that no longer needs them.
     max_wait_s: Annotated[int, Setting("Longest time in seconds that a request may wait for room.", least=1)] = (
         USUAL_MAX_WAIT_S
     )
@@ -362,7 +362,7 @@ class CoreLimits:
             added_later=True,
         ),
     ] = False
-    # The whole host shares its memory, so none is used unless the operator sets how much.
+    # Everything on the host shares its memory, so none is used unless the operator sets an amount.
     park_memory_bytes: Annotated[
         int,
         Setting(
@@ -423,7 +423,7 @@ class CoreLimits:
             added_later=True,
         ),
     ] = False
-    # A direct move needs NVLink. Without it, and if this is off, the bytes go through the host's memory.
+    # A direct move needs NVLink. Without NVLink, or if this setting is off, the bytes go through the host's memory.
     direct_moves: Annotated[
         bool,
         Setting(
@@ -543,7 +543,7 @@ class LeasePhase:
 
 
 def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
-    """Return when a lease with that deadline ends, if nothing ends it sooner."""
+    """Return when a lease with that deadline ends, unless it is ended sooner."""
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns)
 
 

@@ -415,7 +415,7 @@ class Regions(RegionViews):
             return
         if match[1].state is RegionState.RETURNED:
             self._store.forget_region(*match)
-        # The fence is not lifted yet; once it is, nothing is left to keep.
+        # The fence is not lifted yet. When it is lifted, no bytes remain in the region's place.
         elif match[1].state is RegionState.FENCED:
             match[1].kept_bytes = 0
 
@@ -444,7 +444,7 @@ class Regions(RegionViews):
         if region.free_request is not None:
             effects.append(RequestDenied(region.free_request, denials.lease_ended(region.snapshot())))
         self._report(region, RevokeOutcome.FENCED, effects)
-        # These requests are answered now: clearing the fence later must not answer them again.
+        # These requests are answered now, and must not be answered again when the fence is cleared.
         region.free_request, region.revoke_requests = None, []
 
     def _report(self, region: TableRegion, outcome: RevokeOutcome, effects: list[Effect]) -> None:
@@ -511,7 +511,7 @@ class Regions(RegionViews):
     # --- an earlier table's ---
 
     def on_restored(self, event: events.RegionRestored, now_ns: int, effects: list[Effect]) -> None:
-        """Add a region of an earlier table. It continues if its lease does."""
+        """Add a region of an earlier table. The region continues if its lease continues."""
         row, lease = event.kept, self._store.live.get(event.kept.lease_id)
         # A returned region that keeps bytes in its place is also remembered as ended.
         is_known = self._store.get(row.region_id) is not None
@@ -592,7 +592,7 @@ def _was_shown_free(lease: Lease) -> bool:
 def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
     """Return the denial for a region that does not fit into an active lease; None if it fits."""
     room_bytes = lease.region_room_bytes
-    # Name the bound that the tenant can do something about: check from the session down to the bytes.
+    # Check the bounds from the session down to the bytes, so that the denial names the one that the tenant can act on.
     if lease.own_submit_bytes:
         return denials.session_taken(lease.lease_id)
     if len(lease.slots) >= MAX_REGIONS:

@@ -8,11 +8,10 @@
    without it).
 5. A drained node stays drained, with the same deadline. The first `DrainTimerFired` ends the remaining leases; the
    broker sends it when everything is restored.
-6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease. One
+6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease. A submit
    that its lease can't have is killed like an unknown worker.
-7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and
-   so is one with a grant that was not reported. If its lease does not continue, a region ends with it
-   (`Regions.on_restored`).
+7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, as is
+   a region whose grant was not reported. If its lease does not continue, a region ends with it (`Regions.on_restored`).
 8. A claimed lease keeps the membership deadline on its page. No claim is granted until that deadline moves.
 9. A parkable lease is charged in full until its worker has shown where its session is (`Parking.on_restored`).
 10. Restored leases may exceed the card's capacity, or bounds that have been lowered since. Then no new lease is

@@ -54,11 +54,11 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 GRACE_MS: Final = 20
 """Time within which an ended submit can report the reason to its client. A kernel that never ends outlives its submit
-by this time at most."""
+by at most this time."""
 
 
 MAX_WAIT_S: Final = 30
-"""Longest wait for the previous submit. Stops a tenant's calls from waiting unnoticed behind one that runs as long as
+"""Longest wait for the previous submit. Stops a tenant's calls from waiting unnoticed for a submit that runs as long as
 its lease."""
 
 
@@ -213,15 +213,15 @@ class Submits(SubmitViews):
 
         Returns False if the lease can't have it, and the caller then kills the worker and holds its bytes.
         """
-        # Numbers are never used twice: a late event about an old submit must not hit a new one.
+        # Numbers are never used twice: a late event about an old submit must not be applied to a new one.
         self._last_id = max(self._last_id, event.submit_id)
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
         if not lease.terms.submit_bytes and event.size_bytes < 1:
             return False
-        # A running submit shows that the session was on the card. But if the record lacks the session's return, the
-        # session is parked again. Its proof can't come while the lease's charge has a submit's part.
+        # A running submit shows that the session was on the card. But if the session's return was not recorded, the
+        # session is parked again, and its bytes can't be proved free while the lease's charge includes a submit.
         is_returning = lease.park is not None and lease.park.phase is ParkPhase.RETURNING
         if lease.park is not None and lease.park.is_off and not (is_returning and event.is_running):
             return False
@@ -263,7 +263,7 @@ class Submits(SubmitViews):
         lease = self._store.live.get(self._due_by_request.pop(request, (0, 0))[0])
         if lease is None:
             return False
-        # A waiting submit has no worker, so it is just dropped. A running one is ended.
+        # A waiting submit has no worker, so only drop it. End a running one.
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
@@ -469,7 +469,7 @@ class Submits(SubmitViews):
         effects.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
             self._prove(submit, now_ns, effects)
-        # Give a running submit a moment to report its end to the client. One that never ran has nothing to report.
+        # Give a running submit a moment to report its end to the client. A submit that never ran has nothing to report.
         elif state_before is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
             effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))

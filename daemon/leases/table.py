@@ -63,8 +63,8 @@ _CHANGES_NO_PARKS: Final = (
     events.CardPolled,
     membership_events.MembershipDeadlineMoved,
 )
-"""Frequent events after which no session can be parked that could not be parked before, unless they release bytes.
-Whether others can be parked later, when time has passed, is checked by a timer."""
+"""Frequent events that, unless they release bytes, allow no additional session to be parked. A timer checks whether
+time alone allows one."""
 
 WorkerHandler = Callable[[Any, Any, int, list[Effect]], None]
 
@@ -95,7 +95,7 @@ class LeaseTable:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._store = LeaseStore(cards, self._limits, warm_contexts, recycling, order)
-        # The modules share the store, and each changes only its own part of it. Each may use the teardown.
+        # The modules share the store, and each changes only a separate part of it. All of them may use the teardown.
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions
@@ -474,7 +474,7 @@ class LeaseTable:
         # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns_of(lease.card_uuid))
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), effects)
-        # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
+        # A renewal shows that the tenant is alive, so the wait for a connection starts again now.
         if lease.unconnected_ns is not None:
             self._await_connection(lease, now_ns, effects)
         self.parking.on_generation(lease, effects)

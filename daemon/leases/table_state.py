@@ -65,7 +65,7 @@ class LeaseStore:
 
     Attributes:
         pending: The lease that each open, placed acquire waits for.
-        live_by_tenant: Number of live leases of each tenant; tenants without any are absent.
+        live_by_tenant: Number of live leases of each tenant; tenants without leases are absent.
         bytes_by_tenant: Sum of their sizes; tenants without any are absent.
         fenced: Live leases that are fenced.
         ended: The leases that were torn down most recently, oldest first.
@@ -191,7 +191,7 @@ class LeaseStore:
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """Return a live lease or region, or an ended one; None if it is unknown or forgotten."""
-        # Look at live ones first. An id is never used twice, so it is in at most one of the four maps.
+        # Search the live leases and regions first. An id is never used twice, so it is in at most one of the four maps.
         entry = self.live.get(lease_id) or self.regions.get(lease_id)
         return entry.snapshot() if entry is not None else self.get_ended(lease_id)
 
@@ -505,13 +505,13 @@ class WaiterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """An acquire in the queue, or a parked session that is to return.
+    """An acquire in the queue, or a parked session that must return.
 
     Attributes:
         candidates: Cards that could ever serve it.
         since_ns: Time of joining.
         due_ns: Time at which it is refused.
-        holds_until_ns: End of its right to hold others back; not later than `since_ns` if it has none.
+        holds_until_ns: Time until which it may hold others back; not later than `since_ns` if it may not.
         returning: The parked lease, if its session waits to return; None for an acquire. Its `acquire` is synthetic:
             its request number is negative, and it is never answered.
     """
@@ -626,7 +626,7 @@ class WaitQueue:
 
     def join(self, waiter: Waiter) -> None:
         self._waiters[waiter.acquire.request] = waiter
-        # Reserved from here on: no other acquire may ask for the same id meanwhile.
+        # Reserve the id: until the waiter leaves the queue, no other acquire may use it.
         if waiter.returning is None:
             self._lease_ids.add(waiter.acquire.lease_id)
             self._by_tenant[waiter.acquire.tenant] += 1
@@ -635,7 +635,7 @@ class WaitQueue:
             self.holders[waiter.acquire.request] = waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Remove a waiter that was placed, refused or abandoned, and end its hold on others."""
+        """Remove a waiter that was placed, refused or abandoned. It no longer holds others back."""
         del self._waiters[waiter.acquire.request]
         self.holders.pop(waiter.acquire.request, None)
         if waiter.returning is not None:
@@ -647,7 +647,7 @@ class WaitQueue:
 
     def end_holds(self, now_ns: int) -> bool:
         """End the holds that are due at `now_ns`; return whether any were."""
-        # These waiters stay in the queue, and lose only the right to hold others back.
+        # These waiters stay in the queue, but may no longer hold others back.
         ended = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
         for request in ended:
             del self.holders[request]
@@ -659,7 +659,7 @@ class WaitQueue:
 
     def held_cards(self) -> set[str]:
         """Return the uuids of the cards that newcomers may not use, because a waiter holds them."""
-        # A tenant with a lease there can make the room itself, by ending that lease.
+        # A tenant with a lease there can make room itself by ending that lease.
         holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
         return {account.card.uuid for waiter in holding for account in waiter.open_candidates()}
 
@@ -751,7 +751,7 @@ class RevokedIds:
     """
 
     def __init__(self, marks: Iterable[int] = ()) -> None:
-        # Strictly ascending: a mark that came twice would show that the journal is damaged.
+        # Require strictly ascending marks: a repeated mark would show that the journal is damaged.
         self._marks = array("Q", marks)
         if any(low >= high for low, high in pairwise(self._marks)):
             raise ValueError("The marks of revoked ids are not in ascending order.")

@@ -198,7 +198,7 @@ class Teardown:
             self.on_reclaim_failed(lease, reason, now_ns, effects)
 
     def _orphan(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        # If its deadline has passed as well, that is the cause to report.
+        # If its deadline has passed as well, report that as the cause.
         self.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.ACTIVE:
             reason = f"no client was connected to it for {denials.duration_text(lease.orphan_ms)}"
@@ -209,7 +209,7 @@ class Teardown:
         # The zygote kills a worker at the lease's deadline even if the broker is late, so an overdue lease has expired.
         if lease.is_expired(now_ns) or lease.is_isolated(now_ns):
             self.expire_if_due(lease, now_ns, effects)
-        # The fault explains why the worker died, and came first.
+        # The fault came first and explains why the worker died.
         elif lease.fault:
             self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, effects)
         else:

@@ -78,10 +78,10 @@ _CORRECTION_ROUNDS: Final = 10
 rounds."""
 
 _LATE: Final = 0.98
-"""A session that would finish its part after this fraction of the round is not limited: it could hardly take more."""
+"""A session that needs more than this fraction of the round for its part is not limited: it could hardly take more."""
 
 _ALL: Final = 0.999
-"""A session that gets at least this fraction of its demand counts as getting all of it; the difference is rounding."""
+"""If a session gets at least this fraction of its demand, the demand counts as met; the difference is rounding."""
 
 _IDLE_PART: Final = 0.01
 """Fraction of a round that is allowed to be idle: between kernels there are gaps that no tenant can fill."""
@@ -93,7 +93,7 @@ time. With a smaller fraction, rounds with and without idle time would alternate
 to others long after its owner needs it again."""
 
 _TAKERS: Final = -1
-"""Stands in place of a session's number for all sessions that take turns."""
+"""The key, in place of a session's number, for all sessions that take turns."""
 
 _OVERDRAWN_NS: Final = -20 * NS_PER_MS
 """At this balance or below, a tenant's latency sessions do not hold others back until the tenant owes nothing."""

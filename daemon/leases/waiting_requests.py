@@ -1,7 +1,7 @@
-"""The later handling of requests that have waited in the table: for a session's return, for room, or for a submit.
+"""Handles requests that have waited in the table for a session's return, for room, or for a submit.
 
-Another event causes it. If it fails, which is a bug, the effects of that event must still be executed. The request must
-be answered here, too, because the table has already forgotten it.
+Another event causes a request to be handled. If that fails, which is a bug, the effects of that event must still be
+executed. The request must also be answered here, because the table has already dropped it.
 """
 
 from collections.abc import Iterator

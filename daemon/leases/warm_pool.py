@@ -58,12 +58,12 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 REFILL_PAUSE_MS: Final = 100
-"""Pause after a lease takes over a context before the next one is made. Making one slows the driver down for everyone,
-exactly when the tenant attaches."""
+"""Pause after a lease takes over a context before the next one is made. Making one slows the driver down for all
+tenants, just when the lease's tenant attaches."""
 
 FIRST_BACK_OFF_S: Final = 1
-"""Pause after the loss of a context before the next one is made. Stops a card that can make none from being tried in a
-loop."""
+"""Pause after the loss of a context before the next one is made. Stops the daemon from trying in a loop on a card that
+can't make contexts."""
 
 MAX_BACK_OFF_S: Final = 64
 """Longest pause after many losses in a row, each of which doubles it."""
@@ -181,7 +181,7 @@ class WarmPool:
         self._start_leases(account, now_ns, effects)
 
     def on_guest_attached(self, event: events.GuestAttached, now_ns: int, effects: list[Effect]) -> None:
-        """Exclude the lease's context from recycling, because another client than its tenant used it."""
+        """Exclude the lease's context from recycling, because a client other than its tenant used it."""
         lease = self._store.live.get(event.lease_id)
         if lease is not None:
             lease.is_in_doubt = True
@@ -596,7 +596,7 @@ class WarmPool:
 def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:
     """Choose a context for a lease: the one that its tenant used last, otherwise the oldest that served no tenant.
 
-    Without a tenant, only the latter.
+    Without a tenant, choose only among the latter.
     """
     ready = [context for context in contexts if context.state is WarmState.READY]
     own = [context for context in ready if context.tenant is not None and context.tenant == tenant]

@@ -41,7 +41,7 @@ class HeldWorkers(Protocol):
 
 
 class WorkerUpgrades:
-    """Sets former workers aside, and gives them back the sessions that can't be upgraded.
+    """Sets former workers aside, and returns to them the sessions that can't be upgraded.
 
     Args:
         store: The table's state.
