@@ -48,7 +48,7 @@ class LeftoverWorker:
     Attributes:
         page: The state of its lease's page. transfer: What the worker claims about its session; None if that is not
             known.
-        park_number: The number of the park that its session is in, as it says; 0 without one.
+        park_number: The number of the park in which its session is, as the worker reports it; 0 if it is not parked.
     """
 
     worker: FoundWorker
@@ -157,7 +157,7 @@ def _restore(
         # memory free, on this worker's card.
         if lease.state is not LeaseState.FENCED:
             on_page = on_page._replace(card_uuid=best.worker.spec.card_uuid)
-        # What the workers say is newer than the record.
+        # The workers' reports are newer than the record.
         if has_session is not None:
             on_page = on_page._replace(is_cold=not has_session)
         membership_deadline = membership_deadline_on(best.page, clocks) if lease.terms.is_claimed else None

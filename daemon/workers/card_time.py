@@ -292,7 +292,7 @@ class CardTimes:
         self._update_words(card, {tenant for tenant, rule in rules.items() if rule.may_latency})
         was_shared, card.is_shared = card.is_shared, bool(card.by_weights or card.caps or card.words)
         if was_shared and not card.is_shared:
-            # Forget all debts and credits from before the change.
+            # Drop all debts and credits that arose before the change.
             card.shares, card.round, card.is_fine = TimeShares(), RoundTimes(), False
             for member in card.members.values():
                 self._write_limits(member, TimeLimits())

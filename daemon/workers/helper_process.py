@@ -32,8 +32,8 @@ START_TIMEOUT_S: Final = 30.0
 """Longest time until a process serves. The web process imports an HTTP server, which takes seconds from a cold disk."""
 
 EXIT_S: Final = 1.0
-"""Time for which a process that has closed its channel may end on its own, so that the log has the reason. Then it is
-killed."""
+"""Time within which a process that has closed its channel may end by itself, so that the log has the reason. After it,
+the process is killed."""
 
 END_TIMEOUT_S: Final = 5.0
 """Longest wait for a killed process to end. If it is in a system call that can't be interrupted, for example on a hung

@@ -75,9 +75,9 @@ class _LastHeartbeat:
 
     Attributes:
         polled_ns: The heartbeat: the time at which the worker last polled.
-        since_ns: When this process first saw the heartbeat, plus the time for which it was away since then.
+        since_ns: When this process first read this heartbeat, plus the time for which it was stopped since then.
         compiling_since_ns: When the worker's compilation began, as its page says; 0 without one.
-        away_ns: For how long this process was away since it first saw that compilation.
+        away_ns: For how long this process was stopped since it first found that compilation.
     """
 
     polled_ns: int
@@ -120,7 +120,7 @@ class KernelWatchdog:
         serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
         for lease_id in self._last_heartbeats.keys() - serving.keys():
             del self._last_heartbeats[lease_id]
-        # Blame no worker for time in which this process was away.
+        # Don't count time in which this process was stopped against any worker.
         last_round_ns = now_ns if self._last_round_ns is None else self._last_round_ns
         away_ns = max(0, now_ns - last_round_ns - int(LONGEST_ROUND_S * NS_PER_S))
         for last in self._last_heartbeats.values():
@@ -312,8 +312,8 @@ MAX_POLL_DELAY_S: Final = 0.1
 
 
 FIRST_ROUND_TIMEOUT_S: Final = 5.0
-"""Longest time for the poll before the daemon listens. A driver that hangs must not keep tenants from leases that
-continue. On a card that was not read by then, nothing is granted until it is read."""
+"""Longest time for the poll before the daemon listens. A driver that hangs must not prevent tenants from using leases
+that continue. On a card that was not read by then, nothing is granted until it is read."""
 
 
 class UnlistedSince:

@@ -48,7 +48,7 @@ from gpulease.protocol.time_units import NS_PER_MS
 
 USE_ROUND_S: Final = 0.25
 """Seconds between two polls for the use of parkable sessions. A poll reads some words of shared memory. A session may
-be parked later than its idle time requires, by up to this time."""
+be parked by up to this time later than its idle time requires."""
 
 STAY_AGAIN_S: Final = 0.05
 """Seconds before an order to stay is sent again if the worker's channel was full."""

@@ -43,8 +43,8 @@ _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), St
 _LIVE_STATES: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
 OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevokedReport, bool], None]
-"""Called with a region, a launch that was refused because of it, and whether that launch was the first to see the
-region's word."""
+"""Called with a region, a launch that was refused because of it, and whether that launch was the first for which the
+region's word was read."""
 
 
 class RegionOrders:
@@ -196,7 +196,7 @@ class RegionOrders:
                 self._on_forward_revoked(region, message, self._is_first_refusal(region, message))
 
     def _is_first_refusal(self, region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
-        """Return whether a refused launch is the first that saw the region's word.
+        """Return whether a refused launch is the first for which the region's word was read.
 
         Only then does its delay measure the time from the change of the word to its first reader.
         """
@@ -224,7 +224,7 @@ class RegionOrders:
 def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
         # The region was never opened, or the session has released it. If it was open once, the table requires a proof.
-        return RegionRefused(region.lease_id, "The session knows nothing of the region.")
+        return RegionRefused(region.lease_id, "The session has no such region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         reason = f"its session reports {figures} of {region.size_bytes}"

@@ -49,7 +49,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode, Status
 
 WATCH_AGAIN_S: Final = 1.0
-"""Pause before the clients of a session that could not return are watched again: one of them still waits."""
+"""Pause before the clients of a session that could not return are watched again: at least one of them still waits."""
 
 CHANNEL_BYTES: Final = 1 << 20
 """Size of an image's channel: room for the messages of all connections."""
@@ -288,7 +288,7 @@ class SessionImages:
             return None
         region = image.regions.pop(region_id, None)
         if region is None:
-            return RegionRefused(region_id, "The session knows nothing of the region.")
+            return RegionRefused(region_id, "The session has no such region.")
         try:
             _wipe(image.memory[1][1], region.at, region.size_bytes)
         except (OSError, ValueError) as error:

@@ -57,7 +57,7 @@ class Worker:
         own_bytes: Bytes that the card showed for it in that measurement; None if that is not known.
         next_page: Its control page after the scrub; None unless the broker has ordered a scrub.
         has_answered: Whether it has reported the result of the scrub.
-        is_stranger: Whether the next tenant to attach may be another than the lease's.
+        is_stranger: Whether the next tenant to attach may be someone other than the lease's tenant.
         has_faulted: Whether it has reported, during this lease, why its context is lost.
         submit_ends_ns: Time at which the submit's timeout expires, on the monotonic clock; None before it begins, or
           for a lease.
