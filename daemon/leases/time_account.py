@@ -16,7 +16,7 @@ worker that claims too much busy time is charged for it, and takes at most a sha
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Final
 
@@ -184,6 +184,13 @@ class RoundTimes:
             total.more_gpu_ns += time.more_gpu_ns
             total.more_busy_ns += time.more_busy_ns
             total.more_held_ns += time.more_held_ns
+
+    def add_idle(self, account: TimeAccount, sessions: Iterable[int]) -> None:
+        """Add those of `sessions` that were idle throughout the round, with their accounts so far."""
+        for session in sessions:
+            if session not in self.sessions:
+                time = account.sessions.get(session) or SessionTime()
+                self.sessions[session] = SessionTime(time.gpu_ns, time.busy_ns, time.held_ns)
 
     def may_hide(self, tenants: Mapping[int, str]) -> bool:
         """Return whether a tenant's sessions may overlap more or less than the account assumes.

@@ -12,7 +12,8 @@ shares_time` is set. Otherwise nothing is limited. The rules, in every round:
    weights. So a tenant does not get more by having more leases, streams or launches.
 3. Time that a tenant used beyond its part is subtracted in its next rounds, up to MAX_DEBT_NS. Time by which it fell
    short of its part is added, up to MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are
-   not interrupted. If the card was idle while a tenant was limited, no other tenant wanted that time, so it reduces
+   not interrupted. A debt remains while the tenant is idle: it is reduced only by the time that the tenant could have
+   had. If the card was idle while a tenant was limited, no other tenant wanted that time, so it reduces
    every debt. Within a tenant, debts and credits are kept only among sessions that were held back: a session that
    paused got its demand, so the tenant's other sessions owe it nothing.
 4. Sessions that saturate the card take turns (time_turns.py), each as long as its part.
@@ -149,6 +150,11 @@ class TimeShares:
         return frozenset(self._obeyed)
 
     @property
+    def debtors(self) -> frozenset[str]:
+        """The tenants that owe time."""
+        return frozenset(key for key, balance in self._balance_ns.items() if balance < 0.0 and isinstance(key, str))
+
+    @property
     def bars(self) -> Sequence[Bar]:
         """The sessions that lost their turns in the last round."""
         return self._turns.bars
@@ -173,8 +179,8 @@ class TimeShares:
         Args:
             now_ns: The present time.
             more_ns: Time since the last round.
-            sessions: The latency sessions of the card, and all others that are not idle, after a sample at `now_ns`.
-                Idle ones have `idle_limits`.
+            sessions: The latency sessions of the card, all sessions of `debtors`, and all others that are not idle,
+                after a sample at `now_ns`. Idle ones have `idle_limits`.
             weights: The weight of each tenant: the largest of its sessions on the card, idle ones included.
             caps: The largest part of the card, above 0 and at most 1, of each tenant that has one.
             used_ns: For how long the card was used since the last round.
@@ -202,7 +208,11 @@ class TimeShares:
         self._parts, self._shares, self._at_cap, self._is_short = {}, {}, set(), False
         targets: dict[int, float] = {}
         for tenant, own in by_tenant.items():
-            targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns)
+            owns_ns = parts[tenant]
+            if self._balance_ns.get(tenant, 0.0) < 0.0:
+                # The part that the tenant would get if it wanted the whole card.
+                owns_ns = fill(round_ns, bounds | {tenant: round_ns}, weights)[tenant]
+            targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns, owns_ns)
         # Step 3: give turns to the sessions that saturate the card; without weights, only if a capped one would get too
         # much otherwise.
         if shares or self._at_cap:
@@ -287,9 +297,14 @@ class TimeShares:
         demands: Mapping[int, float],
         cap: float | None,
         round_ns: int,
+        owns_ns: float,
     ) -> dict[int, float]:
-        """Return the GPU time until the next round for each of a tenant's sessions that is limited."""
+        """Return the GPU time until the next round for each of a tenant's sessions that is limited.
+
+        `owns_ns`: The part that the tenant would get if it wanted the whole card.
+        """
         tenant = own[0].tenant
+        balance_ns = self._balance_ns.get(tenant, 0.0)
         # Three cases: the tenant gets less than its demand, it has a cap, or it gets its whole demand.
         if part_ns < bound_ns * _ALL:
             self._parts[tenant] = part_ns
@@ -298,14 +313,17 @@ class TimeShares:
             self._parts[tenant] = part_ns = round_ns * cap
             self._at_cap.add(tenant)
         else:
-            # The others get their demands, so what this tenant took from them earlier is gradually forgiven.
-            self._balance_ns[tenant] = min(0.0, self._balance_ns.get(tenant, 0.0) + round_ns)
+            # The tenant does not want all that it could have, so the rest is subtracted from its debt.
+            balance_ns = self._balance_ns[tenant] = min(0.0, balance_ns + max(0.0, owns_ns - part_ns))
         # The tenant's sessions share its part by their own weights, once with the tenant's balance and once without.
         demand_by_session, weights = {session.session: demands[session.session] for session in own}, _weights(own)
         self._shares |= fill(part_ns, demand_by_session, weights)
         is_limited = tenant in self._parts
         if is_limited:
-            part_ns = max(0.0, part_ns + self._balance_ns.get(tenant, 0.0) / _CORRECTION_ROUNDS)
+            part_ns = max(0.0, part_ns + balance_ns / _CORRECTION_ROUNDS)
+        elif balance_ns < 0.0 and owns_ns < round_ns * _ALL:
+            # Others want the card. Without this limit, a tenant that pauses after each long kernel would pay nothing.
+            is_limited, part_ns = True, max(0.0, owns_ns + balance_ns / _CORRECTION_ROUNDS)
         shares = fill(part_ns, demand_by_session, weights)
         targets: dict[int, float] = {}
         for session in own:
@@ -409,9 +427,23 @@ class TimeShares:
             balances_ns[tenant] = min(0.0, balances_ns[tenant] + ROUND_NS)
             return
         parts_ns, used_ns = sum(self._parts[tenant] for tenant in used), sum(used.values())
-        for tenant, own_ns in used.items():
-            due_ns = used_ns * self._parts[tenant] / parts_ns if parts_ns else own_ns
-            balances_ns[tenant] = min(max(balances_ns[tenant] + due_ns - own_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
+        more_ns = {
+            tenant: (used_ns * self._parts[tenant] / parts_ns if parts_ns else own_ns) - own_ns
+            for tenant, own_ns in used.items()
+        }
+        # Credits are cut at MAX_CREDIT_NS, and then the debts exceed them. What debtors pay of this excess is nobody's
+        # credit, so whoever uses that time gets no debt for it: the debtors would be next to another debtor at once,
+        # and would never pay the rest.
+        excess_ns = -sum(balances_ns[tenant] for tenant in used)
+        paid_ns = sum(max(0.0, min(more_ns[tenant], -balances_ns[tenant])) for tenant in used)
+        new_debts = {
+            tenant: max(0.0, -balances_ns[tenant] - more_ns[tenant]) for tenant in used if balances_ns[tenant] >= 0.0
+        }
+        new_debts_ns = sum(new_debts.values())
+        free = min(1.0, max(0.0, min(excess_ns, paid_ns)) / new_debts_ns) if new_debts_ns else 0.0
+        for tenant, change_ns in more_ns.items():
+            balance_ns = balances_ns[tenant] + change_ns + free * new_debts.get(tenant, 0.0)
+            balances_ns[tenant] = min(max(balance_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
 
     def _settle_latency(
         self,

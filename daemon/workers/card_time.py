@@ -360,6 +360,9 @@ class CardTimes:
     def _set_limits(self, card: _Card, now_ns: int) -> None:
         # Sessions that ended during the round have no limits any more.
         members, used = card.members, card.round
+        # A tenant that owes time remains in the rounds while it is idle, because a pause must not end its debt.
+        if debtors := card.shares.debtors:
+            used.add_idle(card.account, [number for number, member in members.items() if member.tenant in debtors])
         times = {number: time for number, time in used.sessions.items() if number in members}
         card.is_fine = card.by_weights and used.may_hide({number: members[number].tenant for number in times})
         card.round = RoundTimes()

@@ -1,7 +1,7 @@
 """A card in virtual time: sessions with kernels of known length, the driver's equal shares, obedient workers."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -32,6 +32,7 @@ class SimulatedSession:
         lateness: How often its worker wakes up to 4 ms late for a turn.
         done_ns: GPU time that it really got.
         lie: Changes what its worker claims.
+        seen: Its claims at the last sample, if it was idle then.
     """
 
     tenant: str = "ann"
@@ -51,6 +52,7 @@ class SimulatedSession:
     work_ns: float = 0.0
     next_ns: int = 0
     claims: TimeClaims = TimeClaims(0, 0, 0, 0)
+    seen: TimeClaims | None = None
     limits: TimeLimits = TimeLimits()
 
     def begin(self, now_ns: int, words: int) -> None:
@@ -253,8 +255,16 @@ class SimulatedCard:
             for number, one in enumerate(self.sessions)
             if one.latency_word is not None and one.tenant in self.shares.obeyed
         }
-        self.account.sample(self.now_ns, {number: one.shown for number, one in enumerate(self.sessions)}, first)
+        self.account.sample(self.now_ns, dict(self._new_claims()), first)
         self._round_times.add(self.account)
+
+    def _new_claims(self) -> Iterator[tuple[int, TimeClaims]]:
+        """Yield the claims of sessions that are not idle, and of those that have become idle since the last sample."""
+        for number, one in enumerate(self.sessions):
+            claims = one.shown
+            if one.seen != claims or one.latency_word is not None:
+                one.seen = None if claims.busy_since_ns or claims.held_back_since_ns else claims
+                yield number, claims
 
     def _round(self, limits: bool) -> None:
         self._sample()
@@ -262,13 +272,19 @@ class SimulatedCard:
         if not limits:
             return
         self._is_fine = times.may_hide({number: one.tenant for number, one in enumerate(self.sessions)})
+        in_debt = [number for number, one in enumerate(self.sessions) if one.tenant in self.shares.debtors]
+        times.add_idle(self.account, in_debt)
         shared = [
             SharedSession(number, one.tenant, one.weight, one.latency_word, times.sessions[number])
             for number, one in enumerate(self.sessions)
+            if number in times.sessions
         ]
-        weights = {one.tenant: max(other.weight for other in shared if other.tenant == one.tenant) for one in shared}
+        sessions = self.sessions
+        weights = {
+            one.tenant: max(other.weight for other in sessions if other.tenant == one.tenant) for one in sessions
+        }
         found = self.shares.limits(
             self.now_ns, times.more_ns, shared, weights, self.caps, times.more_busy_ns, shares=self._by_weights
         )
         for number, one in enumerate(self.sessions):
-            one.limits = found[number]
+            one.limits = found.get(number) or self.shares.idle_limits(self.now_ns)

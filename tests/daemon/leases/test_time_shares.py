@@ -30,9 +30,29 @@ def test_two_saturating_tenants_share_by_their_weights(kernel_ns: int) -> None:
     assert found == pytest.approx([0.25, 0.75], rel=0.05)
 
 
-def test_a_kernel_that_is_longer_than_its_part_is_paid_back() -> None:
-    found = shares_of(SimulatedSession("ann", 1, 300 * MS), SimulatedSession("bob", 1), seconds=5.0)
-    assert found == pytest.approx([0.5, 0.5], rel=0.07)
+@pytest.mark.parametrize("pause_ns", [0, 25 * MS])
+@pytest.mark.parametrize("kernel_ns", [50 * MS, 300 * MS, 900 * MS])
+def test_a_kernel_that_is_longer_than_its_part_is_paid_back_whether_its_session_pauses_or_not(
+    kernel_ns: int, pause_ns: int
+) -> None:
+    """Next to a running kernel the driver gives each of the two one half."""
+    long = SimulatedSession("eve", 1, kernel_ns, pause_ns=pause_ns)
+    found = shares_of(long, SimulatedSession("bob", 3, 200 * US), seconds=10.0)
+    assert found == pytest.approx([0.25, 0.75], rel=0.05)
+
+
+@pytest.mark.parametrize("kernel_ns", [50 * MS, 300 * MS])
+def test_a_cap_holds_for_a_session_that_pauses_after_each_long_kernel(kernel_ns: int) -> None:
+    card = SimulatedCard(SimulatedSession("eve", 1, kernel_ns, pause_ns=25 * MS), caps={"eve": 0.3}, by_weights=False)
+    card.run(WARM_UP_S)
+    assert card.run(10.0)[0] / S / 10.0 <= 0.3 * 1.05
+
+
+def test_a_debt_holds_nobody_back_while_no_other_session_wants_the_card() -> None:
+    other = SimulatedSession("bob", 3, 200 * US, stops_ns=2 * S)
+    card = SimulatedCard(SimulatedSession("eve", 1, 900 * MS, pause_ns=25 * MS), other)
+    card.run(1.1)
+    assert card.run(2.0)[0] / S / 2.0 >= 0.95
 
 
 def test_a_cap_holds_alone_and_beside_another() -> None:

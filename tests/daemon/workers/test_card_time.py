@@ -230,6 +230,25 @@ def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
     assert node.limits(first) == TimeLimits()
 
 
+@pytest.mark.parametrize("node", [{"eve": TenantLimits(max_share=30)}], indirect=True)
+def test_a_pause_does_not_end_the_debt_of_a_long_kernel(node: Node) -> None:
+    eve = node.open("eve")
+    node.sample()
+    node.busy(eve)
+    for _ in range(90):
+        node.sample(10 * MS)
+    node.idle(eve)
+    used_ns = node.pages[eve].counters[Counter.BUSY_NS]
+    for _ in range(50):
+        node.sample(10 * MS)
+        # It has 30 % of 1.4 s at most, and used 0.9 s.
+        assert 0 < node.limits(eve).allowance_ns <= used_ns
+    for _ in range(200):
+        node.sample(10 * MS)
+    # It has paid all of it, and is idle.
+    assert node.limits(eve) == TimeLimits()
+
+
 @pytest.mark.parametrize("node", [{"bob": TenantLimits(max_weight=3)}], indirect=True)
 def test_the_log_says_why_a_session_lost_its_turns(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
