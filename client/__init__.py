@@ -1,4 +1,4 @@
-"""The tenant's library: lease a slice of a GPU, compute in it, give it back. It needs no CUDA in this process.
+"""The tenant's library: lease a slice of a GPU, compute in it, free it. It needs no CUDA in this process.
 
     from gpulease.client import GpuBuilder, GpuSession, KernelArgs
 

@@ -98,7 +98,7 @@ class ConnectionLock(asyncio.Lock):
 
     async def wait_for_abandoned(self) -> None:
         """Wait until all of these tasks have ended and the objects that they created were given back."""
-        # A task that ends may start another task, which gives back its result: check again.
+        # A task that ends may start another task, which releases its result: check again.
         while self._abandoned:
             await asyncio.wait(self._abandoned)
 
@@ -264,7 +264,7 @@ async def _wait(step: Wait) -> bool:
     fd = step.channel.sock.fileno()
     watches_room = step.for_room and step.channel.waits_for_room
     timer = loop.call_later(min(step.timeout_s, MAX_WAIT_S), _wake, ready, False)
-    # The future is resolved by what happens first: bytes come, there is room, or the time is over.
+    # The future is resolved by the first of these: bytes come, there is room, or the time is over.
     loop.add_reader(fd, _wake, ready, True)
     if watches_room:
         loop.add_writer(fd, _wake, ready, True)

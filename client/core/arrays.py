@@ -57,7 +57,7 @@ NARROW_TYPES: Final = frozenset(
 """Dtypes of the package ml_dtypes, which numpy lacks."""
 
 _RANKS: Final = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
-"""Rank of each kind of numbers: a kind can hold those of lower rank."""
+"""Rank of each kind of numbers: a kind can represent the numbers of the kinds with a lower rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]
     values = np.empty(array.shape, array.dtype)
     if array.size:
         source = array if array.is_contiguous else (yield from copy(array, stream))
-        # One copy is enough: the elements are contiguous from `offset` on.
+        # The elements are contiguous from `offset` on, so one copy is enough.
         args = (source.buffer, source.layout.offset, array.size_bytes, _bytes_of(values), stream)
         yield Call("mem_read", args)
     return values
@@ -190,8 +190,7 @@ def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamH
             "Arrays are not converted on the card: write a kernel that does so, or convert with .numpy().astype(...)",
         )
     layout = source.layout.broadcast(array.shape, "assign")
-    # If both are in the same buffer, there is nothing to do for the same elements, and overlapping ones need an extra
-    # copy.
+    # If both are in the same buffer, identical elements need no work, and overlapping ones need an extra copy.
     if source.buffer.handle == array.buffer.handle:
         if layout == array.layout:
             return
@@ -296,7 +295,7 @@ def host_array(values: Any, dtype: Any) -> NDArray[Any]:
     wanted_dtype = None if dtype is None else checked_dtype(dtype, "array")
     try:
         data = np.asarray(values)
-        # If no dtype is given, numpy chooses one from the values; it must be a type that the card supports.
+        # If no dtype is given, numpy chooses one from the values. The card must support that dtype.
         if wanted_dtype is None:
             checked_dtype(data.dtype, "array")
         return np.ascontiguousarray(data, wanted_dtype).reshape(data.shape)

@@ -1,4 +1,4 @@
-"""Leases that were acquired for this program: the one in GPULEASE_LEASE_ID, or a container's, with a file for each.
+"""Leases that were acquired for this program: the one in GPULEASE_LEASE_ID, or those in files of its container.
 
 A container runtime merges the environment variables of a container's devices, and keeps only the last value of a name,
 so variables can't name several leases. Therefore a cluster's driver gives a container a folder, which GPULEASE_LEASES

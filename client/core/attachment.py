@@ -36,8 +36,8 @@ MEM_WRITE_FIXED_BYTES: Final = 20
 """Bytes of a MEM_WRITE's payload other than data: handle, offset and length."""
 
 QUIET_WRITE_BYTES: Final = 64 << 10
-"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger write, waiting
-costs little compared with the copy, and shows at once whether the write succeeded."""
+"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger write, the
+wait is short compared with the copy, and the reply shows at once whether the write succeeded."""
 
 _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
 
@@ -67,7 +67,7 @@ class LentArrays:
     The arena must not reuse their memory, even if the program has dropped them.
 
     Attributes:
-        is_used: False if there is nothing to take back. A sync reads this field, because a call would cost too much.
+        is_used: False if no array is lent. A sync reads this field, because a call would take too long.
     """
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class LentArrays:
 
 MAX_HELD_BYTES: Final = 16 << 20
 HELD_PART: Final = 16
-"""Freed buffers may continue to occupy at most MAX_HELD_BYTES of a session, and at most 1/HELD_PART of its slice. That
-is so little that they can be freed first whenever an allocation needs their bytes."""
+"""Freed buffers may continue to occupy at most MAX_HELD_BYTES of a session, and at most 1/HELD_PART of its slice. This
+is little enough to free all of them first whenever an allocation needs their bytes."""
 
 
 MAX_HELD_BUFFERS: Final = 64
@@ -131,7 +131,7 @@ class HeldBuffers:
     def hold(self, buffer: Buffer) -> bool:
         """Hold a buffer, which counts as freed for its program. Returns False if it does not fit."""
         size_bytes = buffer.size_bytes
-        # Limit the bytes, so that other allocations have room, and the number, so that one flush frees all.
+        # Limit the bytes, so that other allocations have room, and the number, so that one flush frees all buffers.
         if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
             return False
         by_size, handle = self._by_size, buffer.handle
@@ -292,7 +292,7 @@ class Attachment:
     def attach(self) -> Procedure[None]:
         """Open a connection and make it this session's. Raises the reason if that fails."""
         lease = self.lease
-        # If the end is known already, no connection is needed.
+        # If the session is known to have ended, open no connection.
         if lease.end_failure is not None:
             raise error_of(lease.end_failure, "attach")
         # Step 1: connect, and send HELLO and ATTACH in one flight.
@@ -330,7 +330,7 @@ class Attachment:
         return next((reply_option.value for reply_option in self.reply.options if reply_option.type == option), None)
 
     def require(self, op: Opcode, operation: str) -> None:
-        """Raise Unsupported, naming what is being done, if the worker is too old to serve an operation."""
+        """Raise Unsupported, naming the caller's `operation`, if the worker is too old to serve a request."""
         if op not in self.served:
             raise Unsupported(
                 f"{operation}: the session's daemon is too old for it", "Ask its operator for a newer one"
@@ -399,7 +399,7 @@ class Attachment:
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
-        # Read the word again before the page is unmapped: it may have the reason of the lease's end.
+        # Read the word again before the page is unmapped, because it may contain the reason of the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.poll_words()
             self.lease.words = None
@@ -425,7 +425,7 @@ class Attachment:
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.received_goodbye:
-            # A goodbye has the reason of the lease's end.
+            # A goodbye contains the reason of the lease's end.
             failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, operation)

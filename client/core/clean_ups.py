@@ -7,7 +7,7 @@ thread, which no Ctrl-C reaches (`sync.driver`). Python handles signals only at 
 next turn and after a call, so no signal can arrive between setting the mark and starting the thread.
 
 A thread must not use an event loop's connection. So if a cancelled task had sent a request on a lease's own connection,
-the lease's next request settles what is due.
+the lease's next request runs the clean-ups that are due.
 """
 
 from typing import Final, TypeVar
@@ -23,11 +23,11 @@ They take milliseconds if the daemon answers."""
 
 
 class CleanUp:
-    """An object that must be given back if the call that makes it is interrupted.
+    """An object that must be released if the call that makes it is interrupted.
 
     Attributes:
-        is_due: Whether the call was interrupted and the object was not given back yet.
-        is_settled: Whether nothing is owed any more: the program has the object, or it was given back.
+        is_due: Whether the call was interrupted and the object has not been released yet. is_settled: Whether nothing
+            remains to be done: the program has the object, or it was released.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class CleanUp:
         self.is_settled = False
 
     def settle(self) -> Procedure[None]:
-        """Give the object back if that is due. Raises only an interrupt, after which it is due again."""
+        """Release the object if that is due. Raises only an interrupt, after which the release is due again."""
         if not self.is_due:
             return
-        # Reset this first: giving back sends requests, and a lease's request settles what is due.
+        # Reset this first: the release sends requests, and a lease's request runs the clean-ups that are due.
         self.is_due = False
         try:
             yield from self._give_back()

@@ -1,4 +1,4 @@
-"""A session's copies to and from device memory: in chunks, pipelined, without copying the data in the client.
+"""A session's copies to and from device memory: in chunks, pipelined, and without another copy in the client.
 
 A copy takes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. An array in the arena
 (`GpuSession.empty`) is copied in place by the worker. Larger copies of ordinary memory go through a part of the arena
@@ -31,12 +31,12 @@ READ_WINDOW: Final = 4
 """Number of MEM_READs in flight: enough for the worker to copy the next chunk while this one is being received."""
 
 COPY_BYTES_PER_NS: Final = 20
-"""Rate of a slow bus. For the reply to an arena copy, the client spins for the time that the copy takes at this rate,
-in addition to its usual time."""
+"""Rate of a slow bus. When the client waits for the reply to an arena copy, it spins for the time that the copy takes
+at this rate, in addition to its usual spin."""
 
 MAX_COPY_SPIN_NS: Final = 1_000_000
 """Longest additional spin for an arena copy, in nanoseconds. A spin keeps the tenant's other threads from running, and
-a copy that takes longer is hardly delayed by a sleep.
+a sleep hardly delays a copy that takes longer than this.
 """
 
 
@@ -75,7 +75,7 @@ class Copies(CopyCommands):
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> MaybePending[None]:
         """Copy bytes to the device, under the session's lock."""
         attachment = self._attachment
-        # The fast way makes all checks here in one expression. Unusual cases take the general way, which also reports
+        # The fast path makes all checks here in one expression. Unusual cases take the general path, which also reports
         # errors.
         if (
             type(buffer) is Buffer
@@ -100,7 +100,7 @@ class Copies(CopyCommands):
                 elif attachment.arena is not None:
                     return self._write_from_arena(buffer, offset, data)
             except (TypeError, ValueError, struct.error):
-                pass  # not contiguous, or invalid: the general way reports it
+                pass  # not contiguous, or invalid: the general path reports it
         return self._operations.guarded("mem_write", self._write_checked(buffer, offset, data, stream))
 
     def _write_checked(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None) -> Procedure[None]:
@@ -121,7 +121,7 @@ class Copies(CopyCommands):
 
     def _write(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
         attachment = self._attachment
-        # Choose the way by size and place: in place in the arena, staged, one quiet frame, or chunks.
+        # Choose by size and place: copy in place in the arena, staged, in one quiet frame, or in chunks.
         place = self._arena_offset_of(data) if len(data) > attachment.quiet_bytes else None
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(data))
@@ -139,8 +139,8 @@ class Copies(CopyCommands):
         """Send MEM_WRITEs of one chunk each. All but the last are quiet, and the last one's reply answers for all."""
         attachment, operations = self._attachment, self._operations
         link, deadline = attachment.channel.link, operations.deadline
-        # Collect the quiet requests of this copy. A failure that names one of them is this copy's, not an earlier
-        # operation's.
+        # Collect the quiet requests of this copy. A failure that names one of them belongs to this copy, not to an
+        # earlier operation.
         own_requests: list[int] = []
         first_id = link.connection.last_request_id + 1
         for at in range(0, len(data), attachment.chunk_bytes):
@@ -216,11 +216,11 @@ class Copies(CopyCommands):
                 if not view.readonly and len(view) >= nbytes:
                     return self._small_read.ask(buffer.handle, offset, view[:nbytes])
             except (TypeError, ValueError, struct.error):
-                pass  # `read` reports what is wrong
+                pass  # `read` reports the mistake
         return NotSent()
 
     def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
-        # Choose the way as for a write: in place in the arena, staged, or in chunks through the socket or ring.
+        # Choose as for a write: copy in place in the arena, staged, or in chunks through the socket or ring.
         place = self._arena_offset_of(target)
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))
@@ -251,7 +251,7 @@ class Copies(CopyCommands):
             in_flight.append(request_id)
         while in_flight:
             yield from self._take(in_flight.popleft(), failures)
-        # Report the first failure. It may be that of an earlier launch, and the later reads may have succeeded.
+        # Report the first failure. It may belong to an earlier launch, although the later reads have succeeded.
         operations.settle(failures[0] if failures else None, "mem_read")
         operations.acknowledge(Opcode.MEM_READ, attachment.connection.last_request_id)
 
@@ -276,7 +276,7 @@ class Copies(CopyCommands):
         ):
             return NotSent()
         try:
-            # Leave the caller's mistakes to the general way, which reports them.
+            # Leave the caller's mistakes to the general path, which reports them.
             view = memoryview(data)
             place = arena.offset_of(view)
             size = view.nbytes if nbytes is None else nbytes

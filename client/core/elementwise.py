@@ -62,7 +62,7 @@ class ElementwiseOperation:
             for parameter, value in zip(source.inputs, args, strict=False)
         ]
         outputs = list(args[len(inputs) :])
-        # Outputs that were not given have the broadcast shape of the inputs.
+        # If outputs were not given, make them with the broadcast shape of the inputs.
         if not outputs:
             for parameter in source.outputs:
                 outputs.append((yield from new(session, kind, shape, types[parameter.kind], source.name)))
@@ -90,7 +90,7 @@ class ElementwiseOperation:
         if len(args) not in (inputs, len(self._parameters)):
             takes = f"{counted(inputs, 'argument')}, or {len(self._parameters)} with its outputs"
             raise self._failed(f"it takes {takes}; {len(args)} were given")
-        # Inputs may be numbers; what the kernel writes, or indexes itself, must be an array on the card.
+        # Inputs may be numbers; a parameter that the kernel writes or indexes itself must be an array on the card.
         for number, (parameter, value) in enumerate(zip(self._parameters, args, strict=False)):
             self._check_kind(parameter, value, needs_array=parameter.is_raw or number >= inputs)
         if len(args) == inputs and any(parameter.is_raw for parameter in outputs):
@@ -119,8 +119,8 @@ class ElementwiseOperation:
             parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic
         }
         untyped: dict[str, list[Any]] = {}
-        # Arrays and numpy scalars have a dtype, which must agree for each letter. Python numbers only decide if nothing
-        # else does.
+        # Arrays and numpy scalars have a dtype, which must be the same for each type letter. Python numbers decide only
+        # if no array or scalar does.
         for parameter, value in zip(self._parameters, args, strict=False):
             dtype = getattr(value, "dtype", None)
             if dtype is None:
@@ -132,7 +132,7 @@ class ElementwiseOperation:
                 raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {expected}")
         for kind, dtypes in untyped.items():
             dtype_by_kind.setdefault(kind, np.result_type(*dtypes))
-        # If a letter still has no type, no argument determines it.
+        # If a type letter still has no dtype, no argument determines it.
         for parameter in self._parameters:
             dtype = dtype_by_kind.get(parameter.kind)
             if dtype is None:

@@ -45,7 +45,7 @@ class LeaseEvent:
     Attributes:
         lease_id: The lease.
         phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; a newer daemon may send another number.
-        left_s: At most this many seconds until the next phase; 0 if that is not known.
+        left_s: Upper bound of the seconds until the next phase; 0 if it is not known.
         generation: The lease's generation, which each renewal increments.
         cause: Why it has ended or is ending, as one word; "" before that.
         reason: The cause as a sentence, or the reason of a warning.
@@ -158,7 +158,7 @@ class Subscription(Generic[E]):
         channel = self._channel
         if channel is None:
             return None
-        # Events may have arrived together with an earlier one; then no wait is needed.
+        # If events arrived together with an earlier one, no wait is needed.
         while not channel.link.notifications and channel.link.end is None and not self._is_closed:
             yield Wait(channel, False, WAIT_S)
             channel.pump()

@@ -98,7 +98,7 @@ class FixedDeadline:
         return self._end - self._clock()
 
     def raise_or_extend(self) -> Procedure[None]:
-        """Raise Disconnected, which names the daemon and the time, unless this process was late."""
+        """Raise Disconnected, whose text names the daemon and the time, unless this process was late."""
         if self.remaining_s() < -LATE_S and self._extensions < MAX_EXTENSIONS:
             self._extensions += 1
             self._end = self._clock() + min(self._seconds, CONNECT_LIMIT_S)
@@ -141,8 +141,8 @@ def receive(channel: Channel, request_id: int, deadline: Deadline) -> Procedure[
     """Wait for the result of a request. Raises LinkEnded, or an error of the deadline."""
     take = channel.link.take
     while (result := take(request_id)) is None:
-        # Most replies come while spinning. Only after that is the driver's wait (a system call, perhaps a task switch)
-        # worthwhile.
+        # Most replies come while spinning. If none has come by then, wait by the driver, which costs a system call and
+        # perhaps a task switch.
         if not channel.spin():
             yield from _wait(channel, deadline, for_room=False)
             channel.pump()
@@ -194,7 +194,7 @@ def receive_from_living(
 def polls_for(address: Address, waiting: Waiting | None) -> bool:
     """Return whether to poll for a reply that takes about a millisecond (`Channel.is_polled`).
 
-    A daemon on another host answers too late, and a tenant that chose BLOCK wants to sleep.
+    A daemon on another host answers too late for that, and a tenant that chose BLOCK requested sleeping.
     """
     return isinstance(address, UnixAddress) and waiting is not Waiting.BLOCK
 
@@ -219,7 +219,7 @@ def wait_for_room(channel: Channel, deadline: Deadline) -> Procedure[None]:
 
 def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[None]:
     remaining_s = deadline.remaining_s()
-    # An interrupted call may already have received what this one waits for.
+    # An interrupted call may already have received the bytes that this one waits for.
     if channel.unfinished is not None:
         channel.finish_step()
     elif remaining_s > 0:
@@ -321,7 +321,7 @@ class First(NamedTuple):
         body: Its body.
         session_id: The session that it is for.
         takes_descriptors: Whether to accept descriptors that come with its reply.
-        clean_up: Records what the request may make, if that must be given back after an interrupt.
+        clean_up: Records the object that the request may make, if it must be released after an interrupt.
         is_polled: Whether to poll for the replies before sleeping (`Channel.is_polled`).
     """
 
@@ -449,7 +449,7 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
 
 def _connect_problem(address: Address, code: int) -> str:
     """Return the system's error text, or a better one if the path is not a socket."""
-    # ECONNREFUSED means that no process listens, or that the path is not a socket. Which of these, stat() shows.
+    # ECONNREFUSED means that no process listens, or that the path is not a socket. stat() distinguishes the two.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
@@ -463,7 +463,7 @@ def _secure(channel: Channel, address: SecuredAddress, deadline: Deadline) -> Pr
     from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
 
     try:
-        # Do the handshake: send and receive records until both sides have finished it, or the time is over.
+        # Do the handshake: send and receive records until both sides have completed it, or the time is over.
         stream = TlsStream(channel.sock, context_of(address.files), address)
         tls_channel = TlsChannel(stream, address)
         while not stream.shake_hands():

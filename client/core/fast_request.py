@@ -2,7 +2,7 @@
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
-Failures and late replies take the general way (`RequestPipeline`).
+Failures and late replies take the general path (`RequestPipeline`).
 """
 
 from collections.abc import Callable
@@ -127,7 +127,7 @@ class _KnownReply:
         return Pending(self._receive, request_id)
 
     def _raise_refusal(self, request_id: int) -> None:
-        """Raise the reply, if it has come, if it is a region's refusal, which is urgent. Leave any other reply."""
+        """If the reply has come and is a region's refusal, which is urgent, raise it. Leave any other reply."""
         channel = self._attachment.channel
         channel.pump()
         refusal = channel.link.take_region_refusal(request_id)
@@ -147,7 +147,7 @@ class _KnownReply:
 
     def _receive(self, request_id: int) -> Procedure[Any]:
         operations = self._operations
-        # Treat the late reply like any other: it may be a failure, and it acknowledges earlier requests.
+        # Treat the late reply like any other reply: it may be a failure, and it acknowledges earlier requests.
         result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.deadline)
         operations.settle(result, operation_of(self._op))
         operations.acknowledge(self._op, request_id)
@@ -207,13 +207,14 @@ class FastRequest(_KnownReply):
         request_id = attachment.connection.next_request_id()
         number = request_id.to_bytes(8, "big")
         request = b"".join((self._head, number, self._middle, payload))
-        # Recognise only a successful reply with a body of the expected size. Any other is received the general way.
+        # Recognise only a successful reply with a body of the expected size. Any other reply is received by the general
+        # path.
         return self._ask(request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns)
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
-        """Send the request, the fast way if possible, and wait for the reply."""
-        # Three outcomes: nothing was sent, so send it the general way; the reply is late, so wait for it; or it has
-        # come.
+        """Send the request, by the fast path if possible, and wait for the reply."""
+        # There are three outcomes: nothing was sent, so use the general path; the reply is late, so wait for it; or the
+        # reply has come.
         match self.ask(payload, more_ns):
             case NotSent():
                 yield from self._operations.ask(self._op, payload)
@@ -233,7 +234,7 @@ class SmallRead(_KnownReply):
     def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:
         """Read `len(into)` bytes from byte `offset`, under the session's lock."""
         attachment = self._attachment
-        # As in FastRequest: with other replies due, this one would not be the next.
+        # As in FastRequest: if other replies were due, this one would not be the next.
         if not attachment.is_at_rest:
             return NOT_SENT
         length = len(into)

@@ -4,12 +4,12 @@ Theory of operation. A directory's answer may be seconds old, so a node that it 
 the next one. All tries of one acquire have the same request id. If a connection ends before the node's answer came, the
 lease may exist already. So the client asks the same node again, with the same id, before it asks another. A node looks
 up the id before it refuses a request, so its answer is final even if it is a refusal. A refused connection proves
-nothing. A client that waits for a name need not stay with such a node: a name is granted once, and a later round asks
-the node again.
+nothing. A client that waits for a name need not keep asking such a node: a name is granted only once, and a later round
+asks the node again.
 
 If a node hangs, or its host is down, the client gives up on it after seconds, because it answers no PING during the
 request. If it resumes later and grants a lease without a name, that lease is an orphan: no program is connected to it.
-The fleet's part ends with the grant: all requests about the lease go to its node.
+After the grant, the fleet is no longer involved: all requests about the lease go to its node.
 
 The request id belongs to one call. If a program dies in `acquire()`, is restarted and calls it again, it asks for
 another lease. The first lease, if it was granted, ends at its deadline or as an orphan. A name prevents two leases
@@ -74,7 +74,8 @@ NODE_LIMIT_S: Final = 4.0
 milliseconds. After this time the client asks another one. The grant itself may take longer."""
 
 PLACEMENTS_PER_ROUND: Final = 3
-"""Number of times that a round asks a directory for nodes. If none of 24 random nodes has room, few others have."""
+"""Number of times that a round asks a directory for nodes. If none of 24 random nodes has room, few other nodes have
+room."""
 
 GRANT_LIMIT_S: Final = 90.0
 """Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds. It is the same as
@@ -149,7 +150,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
             raise
         except GpuLeaseError as error:
             errors.append((directory, error))
-    # If there is only one directory, its own error says more than a summary.
+    # If there is only one directory, its own error is more helpful than a summary.
     if len(errors) == 1:
         raise errors[0][1].with_traceback(None)
     reasons = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
@@ -172,8 +173,8 @@ def acquire_in(
         clean_up: Records what a node may have granted.
         clock: The monotonic time in seconds.
 
-    Raises CapacityExceeded, Drained, Disconnected or a similar error, or InvalidRequest. The error says how many nodes
-    were asked, and why each refused.
+    Raises CapacityExceeded, Drained, Disconnected or a similar error, or InvalidRequest. The error states how many
+    nodes were asked, and why each refused.
     """
     return (yield from _Search(fleet, request, make, clean_up, clock).run())
 
@@ -271,9 +272,9 @@ class _Search(Generic[T]):
         return None
 
     def _is_taken(self, candidate: Candidate) -> bool:
-        """Return whether it is useless to ask other nodes for the name.
+        """Return whether the name counts as taken, so that no other node need be asked.
 
-        It is useless if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
+        This is so if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
         """
         # The node's own refusal decides, not the directory's answer, which may be old.
         refusal = self._refusals[candidate.node_id]
@@ -367,7 +368,7 @@ class _Search(Generic[T]):
             parts.append(f"a directory reports about the nodes: {self._last.why}")
         if self._place.name and self._last.holder is not None:
             parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
-        # Of several errors, report a lack of room if there is one: the caller can ask for less, or wait.
+        # If one of several errors is a lack of room, report that: the caller can ask for less, or wait.
         errors = [refusal.error for refusal in refused.values()]
         chosen = next((error for error in errors if type(error) is CapacityExceeded), errors[0] if errors else None)
         message = ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])

@@ -111,7 +111,7 @@ class GraphHandle(Handle):
         """
         contents = self._contents
         assert contents is not None
-        # Step 1: check that each buffer and module still exists in this session. `check` is called only for a mismatch,
+        # Step 1: check that each buffer and module still exists in this session. Call `check` only for a mismatch,
         # because a call takes longer than the comparison.
         for handle in contents.handles:
             if handle.owner is not attachment:
@@ -209,7 +209,7 @@ class Graphs:
         attachment.check_open(_LAUNCH)
         if attachment.recording is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or after the block")
-        # Anything wrong raises here, before the request is sent.
+        # A mistake raises here, before the request is sent.
         try:
             number, frame, are_active = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:

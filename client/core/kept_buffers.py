@@ -96,8 +96,8 @@ class SessionKeptBuffers:
 
     def _taken(self, name: str, operation: str) -> Procedure[Buffer]:
         reply = yield from self._named(name, operation)
-        # Find the buffer, then take it with an empty name. If another session takes it in between, the second request
-        # fails.
+        # Find the buffer, then take it over by keeping it under an empty name. If another session takes it over in
+        # between, the second request fails.
         yield from self._ask_to_keep(reply.handle, "", operation)
         return Buffer(self._attachment, reply.handle, reply.size_bytes)
 

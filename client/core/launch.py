@@ -30,7 +30,7 @@ MAX_U32: Final = 2**32 - 1
 """Largest dimension of a grid or block that fits the wire's u32."""
 
 MAX_LISTED_KERNELS: Final = 16
-"""Maximum number of kernels that a message lists before it says how many more there are."""
+"""Maximum number of kernels that a message lists; it states how many more there are."""
 
 KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tuple[Any, ...]
 
@@ -129,10 +129,10 @@ class _LatestLaunch:
 
 
 class Launches(LaunchCommands):
-    """Sends a session's launches, each in the cheapest of three ways.
+    """Sends a session's launches, each by the fastest possible of three paths.
 
-    A launch like the module's last one is sent at once, from the last one's template. If only an older template fits,
-    the values that may have changed are checked. Any other launch is checked completely, and gets a template.
+    A launch like the module's last one is sent at once, from that one's template. If only an older template fits, the
+    values that may have changed are checked. Any other launch is checked completely, and gets a template.
     """
 
     def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:
@@ -158,8 +158,8 @@ class Launches(LaunchCommands):
         """
         attachment = self._attachment
         try:
-            # Check everything that may have changed since the module's last launch in one expression. A mismatch, or a
-            # module without a last launch, leads to the general way below.
+            # Check everything that may have changed since the module's last launch in one expression. After a mismatch,
+            # or if the module had no launch yet, use the general path below.
             latest = module.latest
             if (
                 kernel == latest.kernel
@@ -190,7 +190,7 @@ class Launches(LaunchCommands):
                     ):
                         return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
-            pass  # a wrong type, the first launch, or the peer is gone: the general way reports it
+            pass  # a wrong type, the first launch, or the peer is gone: the general path handles it
         # Raise an end here: a tenant waits for this error, and each function that it passes through takes time.
         if (ended := attachment.end_error_now("launch")) is not None:
             raise ended
@@ -228,8 +228,8 @@ class Launches(LaunchCommands):
     ) -> MaybePending[int]:
         """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
-        # This is the same fast way as in `launch`, for a set with all regions active. Read the words last: a launch in
-        # a region that has just ended is refused without the general way's checks, which would pass.
+        # This is the same fast path as in `launch`, for a set with all regions active. Read the words last: a launch in
+        # a region that has just ended is refused without the checks of the general path, which would pass.
         try:
             latest = module.latest_in
             if (
@@ -268,10 +268,10 @@ class Launches(LaunchCommands):
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # a region's refusal, as below
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
-            pass  # a wrong type or value, the first launch, or the peer is gone: the general way reports it
+            pass  # a wrong type or value, the first launch, or the peer is gone: the general path handles it
         try:
-            # The general way: make each check separately, with its own error, and then check the region set against the
-            # session's words.
+            # The general path: make each check separately, with its own error, and then check the region set against
+            # the session's words.
             attachment.check_open("launch")
             operation = f"launch of {quoted(kernel)}"
             named = regions_named(regions, position, attachment, operation)
@@ -336,7 +336,7 @@ class Launches(LaunchCommands):
         """
         args = packed_if_listed(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
-        # Only KernelArgs can be compared cheaply with the next launch's; raw bytes take this way each time.
+        # Only KernelArgs can be compared cheaply with those of the next launch; raw bytes take this path each time.
         if isinstance(args, KernelArgs):
             module.latest = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
         request_id = self._attachment.connection.next_request_id()
@@ -386,7 +386,7 @@ class Launches(LaunchCommands):
         shared_bytes: int,
     ) -> LaunchTemplate:
         try:
-            # The second way: launches with this kernel, shape and argument sizes were checked before.
+            # The second path: launches with this kernel, shape and argument sizes were checked before.
             cached = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
         except (TypeError, AttributeError):
             cached = None  # a wrong type: the checks below report it
@@ -399,7 +399,7 @@ class Launches(LaunchCommands):
             # A kernel's first launch may need memory.
             self._streams.operations.give_back_at_once()
         try:
-            # The third way: check everything, and keep the result as a template.
+            # The third path: check everything, and keep the result as a template.
             launch = _checked(module, kernel, grid, block, kinds, shared_bytes)
             template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:
@@ -442,8 +442,8 @@ def _checked(
         )
     if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
         raise _failed(kernel, f"shared_bytes must be an integer from 0 to {MAX_U32}, not {quoted(shared_bytes)}")
-    # Step 3: the message with blank arguments, which each launch replaces. If they exceed the limit, one byte too many
-    # is enough for the error.
+    # Step 3: the message with blank arguments, which each launch replaces. If they exceed the limit, one byte over the
+    # limit is enough to cause the error.
     blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
     return Launch(module.handle, kernel, *full_grid, *full_block, shared_bytes, blank, sizes)
 

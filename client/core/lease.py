@@ -212,7 +212,7 @@ class LeaseReport(TypedDict):
         copies: Number of copies to and from the card.
         copied_bytes: Bytes of these copies.
         gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each counts 1/k of the time.
-            Absent, like the next two, with an older daemon, and until its session has a context.
+            Absent, like the next two, if the daemon is older, and until its session has a context.
         busy_seconds: Time in which its session had work outstanding.
         held_back_seconds: Time in which its launches waited for others' work, by weights, a cap or the latency class.
         connections: The session's connections; absent with a daemon that is too old.
@@ -346,10 +346,10 @@ MAX_NOTES: Final = 256
 number of requests per connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
-"""Pause before the first reconnect, in seconds; it doubles after each failure."""
+"""Pause before the first attempt to reconnect, in seconds; it doubles after each failure."""
 
 MAX_RECONNECT_PAUSE_S: Final = 1.0
-"""Longest pause between two reconnects, in seconds."""
+"""Longest pause between two attempts to reconnect, in seconds."""
 
 DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
@@ -555,7 +555,7 @@ class LeaseHandle:
         )
 
     def finish_sent(self) -> Procedure[None]:
-        """Wait until the last session opened here has served what was sent to it (`RequestPipeline.finish_sent`)."""
+        """Wait until the last session opened here has served every request (`RequestPipeline.finish_sent`)."""
         operations = self.attached()
         if operations is not None:
             yield from operations.finish_sent()
@@ -667,7 +667,7 @@ class LeaseHandle:
         # Repeating a request after a restart is safe only for some requests, and of use only if leases outlive the
         # daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
-        # Wait no longer than the lease lasts: after that there is nothing to renew, free or query.
+        # Wait no longer than the lease lasts: an ended lease can't be renewed.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
         answer = yield Locked(self.lock, self._ask_with_retries(op, body, operation, wait_s, clean_up))
@@ -676,7 +676,7 @@ class LeaseHandle:
         return answer
 
     def settle_clean_ups(self) -> Procedure[None]:
-        """Give back what interrupted calls have made on its connection."""
+        """Release the objects that interrupted calls have made on its connection."""
         for clean_up in [*self.unsettled]:
             yield from clean_up.settle()
             if clean_up.is_settled:
@@ -690,7 +690,7 @@ class LeaseHandle:
         while True:
             try:
                 return (yield from self._ask_reconnecting(op, body, operation, clean_up, is_repeat=failures > 0))
-            # Try again after Busy as well: right after a restart, all clients reconnect at once.
+            # Also try again after Busy, because right after a restart all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
                 if left_s <= 0:
@@ -778,7 +778,7 @@ class ReplyCleanUp(CleanUp):
         lease.unsettled[self] = None
 
     def ask(self, channel: Channel, op: Opcode, body: Body, deadline: FixedDeadline) -> Procedure[Any]:
-        """Do `answer_to`, and record the request here. The link keeps the reply until `made` has it."""
+        """Do `answer_to`, and record the request here. The link keeps the reply until it is in `made`."""
         number, frame = channel.link.request(op, body, creates=True)
         self._unsent = deque((memoryview(frame),))
         self._frame_bytes = len(frame)
@@ -803,7 +803,7 @@ class ReplyCleanUp(CleanUp):
     def late(self) -> Procedure[None]:
         """Wait for the reply if the interrupted call has not received it.
 
-        If none comes, close the connection; the daemon then releases what it made for the request.
+        If none comes, close the connection; the daemon then releases anything that it made for the request.
         """
         channel, number = self._channel, self._number
         if self.made is None and channel is not None:
@@ -823,7 +823,7 @@ class ReplyCleanUp(CleanUp):
 
 
 class SizeCleanUp(ReplyCleanUp):
-    """Records the size that an interrupted change has set, because the next change is relative to it."""
+    """Records the size that an interrupted resize has set, because the next resize is relative to it."""
 
     def _give_back(self) -> Procedure[None]:
         yield from self.late()
@@ -848,7 +848,7 @@ def _note_of(data: Mapping[str, Any]) -> bytes:
 
 
 class RenewableLease(Protocol):
-    """The part of a lease or region that its renewal uses."""
+    """The attributes and methods of a lease or region that its renewal uses."""
 
     @property
     def _state(self) -> LeaseHandle: ...
@@ -971,7 +971,7 @@ def acquire(
         target: The daemon or the fleet.
         request: The request.
         lock: The API's kind of lock.
-        clean_up: Records what may have been granted, so that it can be freed if the call is interrupted.
+        clean_up: Records the lease that may have been granted, so that it can be freed if the call is interrupted.
         spare: Connections to the daemon to use first; a freed lease's connection is added to them. Only for a single
           daemon.
     """
@@ -1103,9 +1103,9 @@ def _open(
         body: Its body.
         reply_limit_s: Longest wait for the reply, in seconds.
         grant_of: Makes the grant from the reply's body.
-        clean_up: Records what the request may make; None if it makes nothing.
-        spare: Open connections to use first. If one turns out to have ended, the daemon frees what it made for the
-            request on it, and the request is sent again on a new connection.
+        clean_up: Records the object that the request may make; None if it makes none.
+        spare: Open connections to use first. If one turns out to have ended, the daemon frees anything that it made for
+            the request, which is sent again on a new connection.
         is_polled: Whether to poll for the reply before sleeping (`Channel.is_polled`).
     """
     operation = operation_of(op)
@@ -1192,7 +1192,8 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
 def free_silently(state: LeaseHandle) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
-    # Do nothing if another thread or task uses the connection. The daemon sees that the connection ends in any case.
+    # Do nothing if another thread or task uses the connection. The daemon notices the end of the connection in any
+    # case.
     if state.end_failure is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
@@ -1256,7 +1257,7 @@ OnLoss = Callable[[GpuLeaseError], None]
 
 
 def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
-    """Raise a loss that was not reported to `on_loss`: a `with` block must not end as if its lease still lasted."""
+    """Raise a loss that was not reported to `on_loss`: a `with` block must not end as if the lease had not ended."""
     if loss is not None and on_loss is None:
         raise loss.with_traceback(None)
 
@@ -1317,7 +1318,7 @@ END_REASON_POLL_S: Final = 0.05
 """Pause between two queries for the reason, in seconds."""
 
 _REPLACED_BY_FENCED: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""Ends that FENCED replaces: any other end matters more to the tenant than the fence."""
+"""Ends that FENCED replaces. Any other end is more important to the tenant than the fence."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
@@ -1329,7 +1330,7 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     reason = str(report.get("reason") or "")
     end = lease_end(str(cause), reason)
     status, words = end.status, end.words
-    # A lease that expired or was revoked keeps that reason even if its memory is fenced.
+    # If a lease expired or was revoked, keep that reason even if its memory is fenced.
     if state == "fenced" and status in _REPLACED_BY_FENCED:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
     hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
@@ -1362,7 +1363,7 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
 def follow_regions(lease: LeaseHandle) -> Procedure[None]:
     """Record the ends of the lease's regions that this program opened, as soon as the daemon reports them.
 
-    A session with shared memory reads the regions' words. Any other session learns of an end from this, or from its
+    A session with shared memory reads the regions' words. Any other session finds out about an end by this, or by its
     next operation. Raises Disconnected, or Busy if the tenant has too many subscriptions.
     """
     # Use one subscription for all regions, because a tenant may have only a bounded number.

@@ -40,8 +40,8 @@ EXPIRY_MARGIN_S: Final = 5.0
 the reclaim, and a slow host."""
 
 FREES_PER_FLUSH: Final = 128
-"""Maximum number of dropped handles that one operation frees, so that it is not slow after a long list was dropped.
-Their frames are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
+"""Maximum number of dropped handles that one operation frees, so that it is not slow after a program has dropped very
+many. Their frames are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
 STREAMS_FENCES: Final = having(Trait.SETTLES)
 """Operations that wait for everything before them, also when the session has several streams."""
@@ -197,9 +197,9 @@ class RequestPipeline:
         return bool(not channel.is_finished or attachment.dropped or attachment.held or channel.link.has_leftovers)
 
     def free_leftovers(self) -> None:
-        """Free what the program has dropped, without waiting, under the lock of a session that is idle.
+        """Free the handles that the program has dropped, without waiting, under the lock of an idle session.
 
-        If it finds a failure, it leaves that to the session's next operation.
+        If this finds a failure, the session's next operation reports it.
         """
         # After the end, or while recording, nothing may be sent.
         attachment = self.attachment
@@ -217,7 +217,7 @@ class RequestPipeline:
             pass
 
     def close(self) -> None:
-        """Free what the program has dropped, then end the session from this side."""
+        """Free the handles that the program has dropped, then end the session from this side."""
         self.free_leftovers()
         self.attachment.close()
 
@@ -338,12 +338,12 @@ class RequestPipeline:
         freed, self.freed = self.freed, deque()
         if not isinstance(result, Failure):
             return
-        # The worker skipped all requests after the failed one. Frees among these are still due.
+        # The worker skipped all requests after the failed one, so frees among these are still due.
         failed_at = result.failed_request_id
         if failed_at is not None:
             resent = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
             self.attachment.dropped.extend(resent)
-        # The worker is lost. The broker knows why, and `go_on` asks it.
+        # The worker is lost. The broker has the reason, and `go_on` asks for it.
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
         self.attachment.last_raised = result

@@ -1,4 +1,4 @@
-"""Records a launch graph: checks launches and copies as usual and records them, and refuses anything else.
+"""Records a launch graph: it checks and records launches and copies, and refuses any other operation.
 
 While it lasts, a recording replaces the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the API. So
 recording costs nothing in a session that does not record.
@@ -204,7 +204,7 @@ class Recording(LaunchCommands, CopyCommands):
 
     def _check_caller(self, operation: str) -> None:
         """Raise the error of the session's end, or InvalidRequest if another thread or task owns the recording."""
-        # The session may have ended since `begin`, and that error is the better one.
+        # If the session has ended since `begin`, raise that error, which is more helpful.
         self._attachment.check_open(operation)
         if self._caller() != self._owner:
             raise InvalidRequest(

@@ -3,11 +3,11 @@
 The broker writes the words of a session's regions to a page that the client maps (`protocol.session_words`). The page's
 epoch is raised after every change, so a launch compares two numbers, and reads the words of its regions only if they
 differ. The worker checks every launch itself: a client that does not read the page, or that has an earlier broker's
-page, learns of an end from the worker.
+page, is informed of an end by the worker.
 
 The client refuses only the first operation after a wait. It sends later ones, because the worker may already have
-refused an earlier launch, and skipped all after it, including those in other regions. In that case the client asks the
-worker at once instead of at the next wait, and the worker's error names the first launch that it refused.
+refused an earlier launch, and skipped all after it, including those in other regions. In that case the client queries
+the worker at once instead of at the next wait, and the worker's error names the first launch that it refused.
 """
 
 from collections.abc import Iterable

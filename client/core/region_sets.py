@@ -72,7 +72,7 @@ class RegionSets:
             )
         if not 1 <= len(regions) <= MAX_REGIONS:
             raise InvalidRequest(f"region_set: a set must have 1 to {MAX_REGIONS} regions, not {len(regions)}")
-        # Check the regions here, because a launch with the set could only say that some region is wrong.
+        # Check the regions here, because the error of a launch with the set could not say which region is wrong.
         for region in regions:
             if not isinstance(region, RegionView):
                 raise InvalidHandle(f"region_set: the regions must be Region objects, not {quoted(region)}")

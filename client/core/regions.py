@@ -47,10 +47,11 @@ class RegionHandle(LeaseHandle):
         parent: Its lease.
         tenant: Its tenant; "" for the lease's own.
         address_on_card: Its device address.
-        slot: Identifies it in region sets, together with `number`.
+        slot: Together with `number`, it identifies the region in region sets.
         number: Distinguishes it from other regions that have had the slot.
         is_end_raised: Whether an error has said how it ended; later errors are RegionFenced.
-        dropped: Always empty. It is required of the owner of a buffer, which this is until a session uses the region.
+        dropped: Always empty. An owner of a buffer must have this attribute, and this object is the buffer's owner
+            until a session uses the region.
     """
 
     def __init__(self, parent: LeaseHandle, granted: RegionGrant, tenant: str) -> None:
@@ -110,7 +111,7 @@ class RegionHandle(LeaseHandle):
         # Step 1: a failure that is not about this region.
         if failure.status not in over and failure.region is None:
             return failure
-        # A failure that would end a lease, in a reply about this region, reports this region's end.
+        # If a failure that would end a lease comes in a reply about this region, it reports the region's end.
         if failure.region is None:
             failure = replace(failure, region=self.grant.lease_id)
         # Step 2: remember the end, and whether an error has reported it: later errors say FENCED.
@@ -311,7 +312,7 @@ def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None
     """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest or a similar error.
 
     Args:
-        clean_up: Records what may have been granted.
+        clean_up: Records the region that may have been granted.
         size: Bytes, or a string such as "64MiB".
         ttl_secs: Its lifetime in seconds; None for the lease's last one.
     """
@@ -328,6 +329,6 @@ def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None
 def resize(lease: LeaseHandle, more_bytes: int | str, operation: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). `GpuLease.grow` and `shrink` list the errors."""
     yield from lease.settle_clean_ups()
-    # The caller passes the change of the size; the request has the new size.
+    # The caller passes the change in size; the request contains the new size.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{operation}: size")
     yield from lease.resize(whole(size_bytes, f"{operation}: the new size", least=1, most=MAX_WIRE_BYTES))

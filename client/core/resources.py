@@ -98,7 +98,7 @@ class Resources:
                 # The interrupt came after the reply: no handle owns the memory yet, so free it.
                 attachment.dropped.append((Opcode.MEM_FREE, *HANDLE.unpack(answer)))
             raise
-        # The reply did not come in time. Wait for it in the general way, and store its handle in the same object.
+        # The reply did not come in time. Wait for it by the general path, and store its handle in the same object.
         if isinstance(outcome, Pending):
 
             def late(reply: Any) -> Buffer:
@@ -215,7 +215,7 @@ def _after(remaining: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
 
 
 def _remember_types(key: _TypesKey, types: tuple[bytes, ...]) -> None:
-    # Begin again when there are too many, so that a program that loads ever new images keeps few of them.
+    # Clear the cache when it is full, so that a program that loads ever new images keeps few of them.
     if len(_known_types) >= MAX_TYPED_IMAGES:
         _known_types.clear()
     _known_types[key] = types

@@ -34,7 +34,8 @@ STAGED_FROM_BYTES: Final = 128 << 10
 """Smallest copy that is staged. Sending fewer bytes in the frame takes less time than requesting the copy of a slot."""
 
 ONE_PIECE_BYTES: Final = 1 << 20
-"""Largest copy in one piece, without threads: waking them takes as long as a part of it."""
+"""Largest copy that is made in one piece and without threads, because waking them would take as long as part of the
+copy."""
 
 SLOT_BYTES: Final = 2 << 20
 """Size of a slot, and so of a large copy's pieces. The request for a piece costs each side up to 40 us; a core copies
@@ -137,7 +138,7 @@ class Staging:
             yield from pieces
             yield from copy.end_group()
         except BaseException:
-            # However this ended, no thread may access the caller's memory after the return.
+            # Whatever the outcome, no thread may access the caller's memory after the return.
             self.close()
             raise
         self._is_unsettled = False
@@ -333,7 +334,7 @@ class Copiers:
     """Copies memory, in threads where the host has cores for them, otherwise in the call.
 
     Attributes:
-        most: Maximum number of copies that are worth having in progress.
+        most: Maximum number of copies that it is useful to have in progress.
     """
 
     def __init__(self, count: int = _COUNT) -> None:
@@ -366,8 +367,8 @@ class Copiers:
     def done(self) -> Any:
         """Wait until a copy is complete, and return its token.
 
-        Meanwhile this thread copies too: waking the others takes as long as one or two parts, and so would its own
-        sleep.
+        During the wait this thread copies, too: waking the others takes as long as copying one or two parts, as would
+        putting this one to sleep.
         """
         while self._done.empty():
             try:

@@ -1,4 +1,4 @@
-"""A session's streams: which one the worker has selected, and what goes into each.
+"""A session's streams, the one that the worker has selected, and the launches and copies that go into each.
 
 The worker puts launches and copies into the stream that the last STREAM_SELECT named. The client sends a STREAM_SELECT
 before the first operation for another stream, so a program with one stream sends none. The client relies on a selection
@@ -28,8 +28,8 @@ DEFAULT: Final = 0
 """Number of the stream that always exists."""
 
 TRUSTED_NS: Final = 1_000_000
-"""How long after a sync an unused session is assumed to be alive, in nanoseconds. During this time a sync with nothing
-to wait for sends no request, so it may notice a lease's sudden end this much later."""
+"""How long after a sync an unused session is assumed to be alive, in nanoseconds. During this time a sync that has
+nothing to wait for sends no request, so it may notice a lease's sudden end later, by at most this time."""
 
 _UNKNOWN: Final = -1
 
@@ -247,7 +247,7 @@ class Streams:
             attachment.lent.take_back()
 
     def sync_one(self, stream: StreamHandle) -> Procedure[None]:
-        """Wait until one stream has finished what it has queued."""
+        """Wait until one stream has finished all of its queued work."""
         self._check_recording("sync")
         number = self.number(stream, "sync")
         asking = self.operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
@@ -266,7 +266,7 @@ class Streams:
         return self.sync_one(stream)
 
     def fence(self, deadline: Deadline, stream: StreamHandle | None = None) -> Procedure[None]:
-        """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before.
+        """Wait for all streams, or for one, under the session's lock; raise a failure that was not raised before.
 
         A session that was opened by token and loaded no module waits for its own requests only, because all kernels,
         and their failures, are other sessions'.

@@ -103,7 +103,7 @@ class SubmissionBase:
         return self.args([data]) if is_value else self._push(ArgumentKind.INPUT, data)
 
     def args(self, args: KernelArgs | list[Any] | tuple[Any, ...]) -> Self:
-        """Add several arguments: numbers and raw bytes, in the forms that a launch accepts.
+        """Add several arguments, numbers and raw bytes, in the forms that a launch accepts.
 
         Raises InvalidRequest for buffers.
         """
@@ -131,7 +131,7 @@ class SubmissionBase:
         return self._push(ArgumentKind.INOUT, data)
 
     def timeout_secs(self, seconds: float) -> Self:
-        """Set how many seconds the job may take once its context exists; until the lease ends if this is not called."""
+        """Set how many seconds the job may take once its context exists; by default it may run until the lease ends."""
         self._timeout_ms = milliseconds(seconds, "timeout_secs", least_ms=1)
         return self
 

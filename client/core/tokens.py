@@ -92,7 +92,7 @@ def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
     """The request that issues a token. The arguments are those of `GpuLease.issue`. Raises InvalidRequest."""
-    # Accept only a Permission: what to permit must not be guessed from a string or a number.
+    # Accept only a Permission: the permission must not be guessed from a string or a number.
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):

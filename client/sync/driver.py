@@ -1,6 +1,6 @@
 """Runs procedures in the calling thread: poll() for sockets, sleep for pauses, a re-entrant lock for turns.
 
-If a call is interrupted, a separate thread gives back the object that the call may have made (`core.clean_ups`). No
+If a call is interrupted, a separate thread releases the object that the call may have made (`core.clean_ups`). No
 Ctrl-C reaches these threads. The interrupted call waits for its thread, and a program's exit waits for all of them, for
 at most CLEAN_UP_S each.
 """

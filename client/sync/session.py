@@ -279,7 +279,7 @@ class GpuSession(SessionView):
         Raises:
             InvalidHandle: The bytes are not all inside the buffer, or the buffer is freed or another session's.
         """
-        # Use the general way in a stream: the stream orders the copy, which may still run when the call returns.
+        # In a stream, use the general path: the stream orders the copy, which may still run when the call returns.
         if stream is not None:
             return drive(self._copies.read(buffer, offset, nbytes, into, stream))
         # Make a target for a small read without one, so that its reply can be received in place.

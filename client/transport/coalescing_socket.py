@@ -169,7 +169,7 @@ class CoalescingSocket(Channel):
         more_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
-        # Without spinning, the reply would always come too late for this, so the general way is cheaper.
+        # Without spinning, the reply would always come too late for this, so the general path is cheaper.
         if not self._spin_policy.spin_ns:
             return AskOutcome.NOT_SENT
         with self._lock:

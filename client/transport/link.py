@@ -5,8 +5,8 @@ A link has the protocol's state, the expected replies, and the reads that receiv
 An operation of the blocking API may be interrupted at almost any point: Python runs a signal handler, which may raise,
 at the start of a function, after a call into C, and at each turn of a loop. So there is none of these between
 statements that belong together, and a step that runs twice after an interrupt changes nothing the second time. A reply
-that brings a new object stays here until its handle is made (`claim`). `forget` gives back what an interrupted caller
-left here.
+that brings a new object stays here until its handle is made (`claim`). `forget` releases the objects that an
+interrupted caller left here.
 """
 
 import struct
@@ -74,7 +74,7 @@ class Link:
         self.notifications: deque[Notification | RegionNotification] = deque()
         self.received = 0
         # Requests that await a reply; results that were not taken; and, for replies with a new object, the operation
-        # that gives it back.
+        # that frees it.
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._creates: dict[int, Opcode] = {}

@@ -103,7 +103,8 @@ class RingChannel(Channel):
         super().__init__(channel.sock, channel.address, channel.link)
         self._peer = select.poll()
         self._peer.register(self.sock, select.POLLRDHUP)
-        # The ring's ends take their own views of the mapping, which `release` gives back before it is closed.
+        # Both sides of the ring make their own views of the mapping, which `release` releases before the mapping is
+        # closed.
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
@@ -159,7 +160,7 @@ class RingChannel(Channel):
         # Put the request into the ring, completely or not at all, then poll for exactly the reply's bytes.
         requests, replies = self._requests, self._replies
         try:
-            # If there are bytes already, they are another reply's: take the general way.
+            # If there are bytes already, they belong to another reply: use the general path.
             if replies.has_bytes or not requests.put_whole(request):
                 return AskOutcome.NOT_SENT
             # Prepare the rest only now, while the worker serves the request.
