@@ -68,9 +68,9 @@ def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool
 def _first_reads(lines: list[str], begin: int, unwritten: frozenset[int]) -> tuple[list[str], list[str], int]:
     """Divide a kernel's first statements into those before its wait and those after it; return both and their end.
 
-    Those before it read the `unwritten` parameters' memory, and compute. Of a pipeline's copies, those of its first
-    stage come before the wait: more of them would delay the launch before this one (H200). If there are no such reads,
-    both are empty.
+    Those before it read the `unwritten` parameters' memory, and compute. If a pipeline copies memory, only the copies
+    of its first stage come before the wait: more copies would delay the launch before this one (H200). If there are no
+    such reads, both are empty.
     """
     before: list[str] = []
     after: list[str] = []
@@ -82,7 +82,7 @@ def _first_reads(lines: list[str], begin: int, unwritten: frozenset[int]) -> tup
         line = lines[end]
         if copy := _COPY.fullmatch(line):
             # A group of copies is complete only if all earlier copies are, so a copy that comes earlier may belong to
-            # any later group. The kernel then waits for it longer than it must, but never too short.
+            # any later group. The kernel may then wait longer than necessary for it, but never too briefly.
             is_allowed = copy[1] in allowed
             has_first_stage |= not is_allowed and copies
             is_early = is_allowed and not has_first_stage
@@ -94,7 +94,7 @@ def _first_reads(lines: list[str], begin: int, unwritten: frozenset[int]) -> tup
             after.append(line)
             continue
         if (load := _LOAD.fullmatch(line)) and load[2] in allowed and not after:
-            # What was loaded may be an address, of memory that a launch may write.
+            # The loaded value may be an address of memory that a launch may write.
             others.update(_REGISTER.findall(load[1]))
             has_reads = True
         elif not _PLAIN.fullmatch(line):

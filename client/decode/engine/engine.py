@@ -227,7 +227,7 @@ class DecodeEngine:
         """
         check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:
-            # Each resource is pushed as soon as it exists, so a failure at any point closes what was opened.
+            # Each resource is pushed as soon as it exists, so a failure at any point closes everything that was opened.
             session = await GpuSession(lease)
             stack.push_async_callback(session.close)
             weights = await load_weights(
@@ -618,7 +618,7 @@ class DecodeEngine:
     def _keep_refusal(self, error: RegionFailed) -> bool:
         """Keep a step's refusal until `finish` reports it. Returns False if the error is not about a step in flight.
 
-        Of two refusals, the earlier step's is kept: `finish` drops all later steps with it.
+        If two steps are refused, the refusal of the earlier one is kept: `finish` drops all later steps with it.
         """
         self._refusals += 1
         number = error.position
@@ -630,7 +630,9 @@ class DecodeEngine:
         return True
 
     async def logits(self, rows: int) -> "NDArray[np.float32]":
-        """Read the logits [rows, vocabulary] of the last step, which had `rows` rows, all with results.
+        """Read the logits [rows, vocabulary] of the last step.
+
+        `rows` is its number of rows, all of which must have results.
 
         No step may be in progress.
         """
@@ -673,7 +675,7 @@ class DecodeEngine:
             return kind
         tables = rows["table"]
         begins = tables[1:] != tables[:-1]
-        # Small steps have attention in parts already, so cut them only if their rows share what they read.
+        # Small steps have attention in parts already, so cut them only if their rows share the blocks that they read.
         least_shared = 1 if is_large else LEAST_SHARED
         if may_be_cut and self._uneven.are_in(rows["position"], begins, least_shared):
             return cut

@@ -174,7 +174,7 @@ PLAIN: Final = StepKind()
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Sizes that the engine's buffers have room for.
+    """The sizes for which the engine's buffers have room.
 
     Attributes:
         max_rows: Maximum number of rows of a step.
@@ -233,7 +233,7 @@ class UnevenTiles:
         Args:
             positions: The position of each row.
             begins: For each row but the first, whether it belongs to another sequence than the row before it.
-            least_shared: How many times as many positions the rows must have as their tiles.
+            least_shared: Minimum ratio of the rows' positions to their tiles' positions.
         """
         longest = int(positions.max())
         if longest < MIN_CUT_POSITIONS:
@@ -311,11 +311,11 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "rows": rows * ROW.itemsize,
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
-        # Only for steps with spans.
+        # These are used only by steps with spans.
         **spans,
-        # Only for models with experts.
+        # These are used only by models with experts.
         **experts,
-        # Only for guided steps.
+        # These are used only by guided steps.
         "guided": rows * config.vocabulary * 4,
         "guided_bests": rows * _scanned_blocks(config) * 4,
         "guided_tokens": rows * _scanned_blocks(config) * 4,
@@ -349,7 +349,7 @@ class ForwardPass:
 
     Attributes:
         weights: The model.
-        limits: What the buffers have room for.
+        limits: The sizes for which the buffers have room.
         target: The architecture of the card's own kernels (linear_tiles).
         library: The kernels, loaded by `prepare`.
     """
@@ -572,7 +572,7 @@ class ForwardPass:
             )
             return
         if is_whole and kind.has_prompts:
-            # Adjacent rows of one sequence share what they read.
+            # Adjacent rows of one sequence share the blocks that they read.
             yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **window_values)
             return
         if limits.splits == 1 or is_whole:

@@ -122,7 +122,7 @@ def early_image(name: str) -> bytes:
     parameters = manifest().kernels[name].parameters
     unwritten = frozenset(place for place, parameter in enumerate(parameters) if parameter in _UNWRITTEN)
     # A linear permits the next launch once it has read its weights. Other kernels take so little of the card that the
-    # next launch fits beside them.
+    # next launch fits next to them.
     return starting_early(image(name), unwritten, permits_first="w" not in parameters)
 
 

@@ -55,10 +55,10 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     """
     smallest, *others = tiles_of(function, SM_80)
     target_tiles = tiles_of(function, target) if target != SM_80 else []
-    # For few rows, or if the card's architecture has no tiles: the smallest tile that has room for all rows.
+    # For few rows, or if the card's architecture has no tiles, use the smallest tile that has room for all rows.
     if rows <= _rows(smallest) or not target_tiles:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
-    # Tiles of the card's own architecture, in ascending size.
+    # Otherwise choose among the tiles for the card's architecture, in ascending size.
     small, medium, large = target_tiles
     # Larger tiles read the weights less often, if they still fill the card.
     if rows <= _rows(small):

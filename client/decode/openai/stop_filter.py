@@ -25,7 +25,8 @@ class StopFilter:
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         pending = self._pending + text
-        # The smallest pair is the stop that ends first. Of several with the same end, it is the one that begins first.
+        # The smallest pair is the stop that ends first. If several end at the same place, it is the one that begins
+        # first.
         matches = [(begin + len(stop), begin) for stop in self._stops if (begin := pending.find(stop)) >= 0]
         if matches:
             self.is_stopped, self._pending = True, ""

@@ -56,7 +56,7 @@ _IN_HOST: Final = frozenset({ModelState.PARKING, ModelState.PARKED, ModelState.R
 
 @dataclass(frozen=True, slots=True)
 class ModelTerms:
-    """The terms of a model that the decisions depend on.
+    """The terms of a model on which the decisions depend.
 
     Attributes:
         size_bytes: Bytes of its lease.
@@ -122,7 +122,7 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Close the model and give its lease back. Answer with `unloaded`."""
+    """Close the model and free its lease. Answer with `unloaded`."""
 
     model: str
 
@@ -517,7 +517,7 @@ class ModelResidency:
             coming += model.terms.size_bytes
             model.yields = True
             if not model.in_use:
-                # Only requests that came while it yielded are left, and they wait for their turn.
+                # Only requests that came while it yielded are left; they wait for their turn.
                 self._evict(model, effects)
         return False
 
@@ -577,7 +577,7 @@ class ModelResidency:
         return min(candidates, key=_order_of, default=None)
 
     def _in(self, model: str, state: ModelState) -> ResidentModel | None:
-        """Return a model if it is in this state, otherwise None: the report about it has come too late."""
+        """Return a model if it is in this state; otherwise None, because the report about it has come too late."""
         resident = self.models.get(model)
         return resident if resident is not None and resident.state is state else None
 

@@ -87,7 +87,7 @@ class RegionBlocks:
             keys.append(parent)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many of the keys, from the first on, have a published block, and how many of these are unused."""
+        """Return how many keys, from the first on, have a published block, and how many of these are unused."""
         count = reusable = 0
         for key in keys:
             block = self._blocks.get(key)

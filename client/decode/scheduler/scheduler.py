@@ -112,11 +112,11 @@ class ContinuousBatchScheduler:
     **Admission.** A request is admitted when its tenant's `max_concurrent`, the free blocks of its region and the free
     rows of the block tables (*tables*, one per live sequence) allow it. It then gets the blocks of its prompt, and
     later more blocks as it grows. A tenant's requests are admitted in order. A tenant contends while its first request
-    waits only for a table. Of the tenants that contend, the one with the lowest weighted virtual counter is served next
-    (VTC, arXiv 2401.00588). A counter grows by the tokens of each admitted prompt and by each emitted token, divided by
-    the tenant's weight. When a tenant begins to contend, its counter is raised to the lowest counter of the contending
-    tenants; if there are none, to the counter at the last admission. So a tenant gains nothing from idle time or from
-    time spent at its own limits.
+    waits only for a table. Among the tenants that contend, the one with the lowest weighted virtual counter is served
+    next (VTC, arXiv 2401.00588). A counter grows by the tokens of each admitted prompt and by each emitted token,
+    divided by the tenant's weight. When a tenant begins to contend, its counter is raised to the lowest counter of the
+    contending tenants; if there are none, to the counter at the last admission. So a tenant gains nothing from idle
+    time or from time spent at its own limits.
 
     **Service bound.** Let S be the tokens charged to a tenant so far, and w its weight. While tenants f and g both
     contend, |S_f / w_f - S_g / w_g| grows by at most U_f + U_g, where U = (PAGE * max_blocks + max_concurrent) / w is
@@ -598,7 +598,7 @@ class ContinuousBatchScheduler:
             return (
                 f"it can have {request.positions} positions, but the model's context has only {self.settings.context}"
             )
-        # Without a region, judge by the largest that the tenant may get; `rebound` checks again.
+        # If it has no region, judge by the largest that the tenant may get; `rebound` checks again.
         blocks = tenant.region_blocks or tenant.config.max_blocks
         if request.blocks > blocks:
             return f"it can need {request.blocks} blocks, but tenant {tenant.config.id} has only {blocks}"
@@ -628,7 +628,7 @@ class ContinuousBatchScheduler:
 
     def _obstacle(self, tenant: TenantState, waiting: UnadmittedRequest) -> tuple[AdmissionReason, str]:
         """Return why a waiting request can't be admitted now: the reason, and a sentence for the caller."""
-        # First the tenant's own limit, the only obstacle that counts as the tenant's (429 instead of 503).
+        # First check the tenant's own limit, the only obstacle that counts as the tenant's fault (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
             return (
                 AdmissionReason.QUOTA_EXCEEDED,
@@ -698,7 +698,7 @@ class ContinuousBatchScheduler:
             if tenant is None or not self._tables:
                 self._has_room = False
                 break
-            # Remember the level of this admission: counters of tenants that begin to contend later are raised to it.
+            # Record the counter at this admission: counters of tenants that begin to contend later are raised to it.
             self._virtual_counter = tenant.counter
             waiting = tenant.waiting.popleft()
             request = waiting.request
@@ -741,7 +741,8 @@ class ContinuousBatchScheduler:
             One Completed, or nothing if preemption is off or no sequence may be preempted.
         """
         weight = heavier.config.weight
-        # Never among equals: preemption between tenants of the same weight would only move the waiting around.
+        # Never preempt among equals: between tenants of the same weight it would only shift the wait from one to the
+        # other.
         victims = [
             sequence
             for sequence in self._live.values()
@@ -749,7 +750,7 @@ class ContinuousBatchScheduler:
         ]
         if not self.settings.preempts or not victims:
             return []
-        # The youngest has computed the least, so the least is computed again.
+        # Preempt the youngest, which has computed the least, so that the least is computed again.
         victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
         victim.preemptions += 1
         return [self._preempted(victim)]

@@ -1,4 +1,4 @@
-"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
+"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences to which they belong."""
 
 from collections import Counter
 from operator import attrgetter
@@ -55,7 +55,7 @@ class StepPlan:
         sampled: Sequences that get a token from this step: those that decode, then those whose prompts end in it.
         events: What happened while the step was planned: expired, preempted and refused requests.
         is_guided: Whether any of its rows needs a guided step.
-        is_void: Whether the step's results are to be ignored, because it or the one before it failed.
+        is_void: Whether the step's results are ignored, because this step or the one before it failed.
         has_ended: Whether any of its sequences may have ended since it was planned.
     """
 

@@ -14,7 +14,7 @@ from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
 
 NO_BLOCK: Final = -1
-"""In place of a block that its sequence has freed because the block lies before its window."""
+"""Stands for a block that its sequence has freed because the block is before its window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class LiveSequence:
         blocks: Its blocks, as indexes within the tenant's region (`RegionBlocks`), in the order of its positions. More
             are added as it grows.
         keys: The keys of its full blocks (`RegionBlocks`), those of its prompt first; [] if nothing is reused.
-        freed_blocks: How many of its first blocks it has freed, because they lie before its window: they are NO_BLOCK.
+        freed_blocks: How many of its first blocks it has freed because they are before its window; these are NO_BLOCK.
         published: How many of its first blocks other sequences can find, or could find when it got them.
         reused: Number of its first positions that were computed before; its own rows begin after them.
         reusable: Maximum number of positions that it may reuse.
@@ -170,7 +170,7 @@ class LiveSequence:
         self._columns.acts_at[self.table] = min(len(self.blocks) * PAGE - 1, self.last + 1)
 
     def set_block(self, position: int) -> int:
-        """Set and return the block of a position, where its next row is while it decodes."""
+        """Set and return the block of a position, which contains the next row while the sequence decodes."""
         index = position // PAGE
         self._columns.block[self.table] = block = self.blocks[index]
         self._columns.special_at[self.table] = min((index + 1) * PAGE, self.last)

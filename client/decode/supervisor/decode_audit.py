@@ -86,7 +86,7 @@ class TokenDigest:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBy:
-    """The things that a request's output depends on, other than its prompt and its sampling.
+    """The inputs, other than prompt and sampling, on which a request's output depends.
 
     Attributes:
         model: The model's name: the last part of its path; on a server with several models, its name in requests.
@@ -278,7 +278,7 @@ class DecodeAudit(DecoderObserver):
 
         Raises Unsupported if the daemon keeps no audit log, and any other error of writing the first record.
         """
-        # The first record checks that the daemon accepts notes, and tells readers of the log which model is served.
+        # The first record checks that the daemon accepts notes, and names the served model for readers of the log.
         await lease().note({"event": START_EVENT, "server": self.server, **self.by.note()})
         task = asyncio.create_task(self._write(lease))
         try:

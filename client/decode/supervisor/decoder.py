@@ -1,7 +1,7 @@
-"""Serves prompts from one model on its own lease. Callers use `Decoder`.
+"""Serves prompts from one model on its own lease.
 
-A scheduler decides what is computed (`scheduler`), an engine computes it (`engine`), one task drives both
-(`step_loop`), and a supervisor replaces the engine when it is lost (`engine_supervisor`).
+Callers use `Decoder`. A scheduler decides which rows are computed (`scheduler`), an engine computes them (`engine`),
+one task drives both (`step_loop`), and a supervisor replaces the engine when it is lost (`engine_supervisor`).
 
     async with Decoder.open("model.gguf") as decoder:
         async for piece in decoder.generate("The capital of France is", max_tokens=32):
@@ -259,7 +259,7 @@ class Decoder:
         Args:
             model: A folder with safetensors, a `.gguf` file, or an open checkpoint.
             tenants: The tenants that may submit; by default one tenant, "default", that may use the whole engine.
-            settings: The sizes to make room for.
+            settings: The sizes for which memory is reserved.
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the number of bytes loaded so far and the total number.
             observers: Receive the decoder's reports.
@@ -310,8 +310,8 @@ class Decoder:
         await self._stop()
 
     async def _stop(self) -> None:
-        # First let nothing new begin. Then stop the step loop, then the tasks that open engines and all requests, then
-        # the processes that parse prompts. Free the lease last, when nothing uses the engine.
+        # First prevent anything new from beginning. Then stop the step loop, then the tasks that open engines and all
+        # requests, then the processes that parse prompts. Free the lease last, when nothing uses the engine.
         self._supervisor.close()
         await self._steps.stop()
         await self._supervisor.stop()
@@ -539,7 +539,7 @@ class Decoder:
         """Copy a tenant's keys and values to the host's memory and close its region, which frees the region's bytes.
 
         The tenant's requests wait until `resume`, or until their deadlines. Other tenants continue. If the engine is
-        lost meanwhile, the tenant's sequences are replayed after `resume`, in a region of the next engine.
+        lost during that time, the tenant's sequences are replayed after `resume`, in a region of the next engine.
 
         Raises RequestRejected if the tenant is suspended or has no region now, RegionFailed if the region ends before
         it is copied; the tenant's sequences are then replayed.

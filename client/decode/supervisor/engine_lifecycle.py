@@ -329,7 +329,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- an engine is lost ---
 
     def report_loss(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
-        """Process the report, which no step made, of an engine's loss. Reports on other engines change nothing."""
+        """Process a report of an engine's loss from outside the step loop. Reports on other engines change nothing."""
         # Ignore a late report on an engine that was lost or replaced before.
         if not self.is_engaged(engine):
             return []
@@ -430,7 +430,7 @@ class EngineLifecycle(Generic[EngineT]):
         return [Wake()]
 
     def withdraw(self, engine: EngineT) -> None:
-        """Take back an offer that was not adopted yet."""
+        """Withdraw an offer that was not adopted yet."""
         if isinstance(self.phase, Adopting) and self.phase.successor is engine:
             self.phase = self.phase.before
 

@@ -1,7 +1,7 @@
 """Losses of a whole engine: which errors mean a loss, its possible causes, and when to request the next engine. Pure.
 
 The decoder requests another engine for as long as it is open, whatever the refusal: a daemon that is down comes back,
-and an operator may permit what the daemon has refused. Only the pauses grow, up to a limit.
+and an operator may permit a lease that the daemon has refused. Only the pauses grow, up to a limit.
 
 An error of an unknown kind counts as a loss, too. A request may have caused a fault of the context; `fault_isolation`
 finds out which.
@@ -73,5 +73,5 @@ def pause_before_engine_s(losses: int) -> float:
 
 def is_logged(tries: int) -> bool:
     """Return whether this attempt in a row, counted from 1, to open an engine or a region is logged."""
-    # The first attempts show how the recovery goes; after that, one line a minute shows that it continues.
+    # The first attempts show how the recovery proceeds; after that, one line a minute shows that it continues.
     return tries <= TRIES_LOGGED or tries % TRIES_PER_LINE == 0

@@ -206,7 +206,7 @@ class EngineSupervisor:
             self._steps.wake()
 
     def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
-        """Process the report, which no step made, that a lease is lost or is about to be."""
+        """Process a report from outside the step loop that a lease is lost or is about to be."""
         if not self._life.is_engaged(serving):
             return
         # A drain ends the lease only at its deadline. In a fleet, `lease_warned` moves the load before that. On a

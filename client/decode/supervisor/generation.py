@@ -1,4 +1,4 @@
-"""A prompt being continued, as its caller sees it: `Generation` is an iterator over tokens."""
+"""A prompt that is being continued, as its caller uses it: `Generation` is an iterator over tokens."""
 
 import asyncio
 from collections import deque

@@ -77,7 +77,8 @@ class PromptIntake:
         if tenant is None:
             raise RequestRejected(f"the decoder has no tenant {tenant_id!r}")
         config, count = tenant.config, len(tenant.live) + len(tenant.waiting)
-        # Live, waiting and coming requests use the same places, so a request never loses its place when it moves on.
+        # Live, waiting and coming requests use the same places, so a request never loses its place when its state
+        # changes.
         if count + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
             full = f"{config.max_waiting} of its requests are waiting"
             if not config.max_waiting:

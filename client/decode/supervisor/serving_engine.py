@@ -53,7 +53,7 @@ class EngineSpec:
 
     Attributes:
         checkpoint: The model.
-        limits: Number of rows, sequences and positions to make room for.
+        limits: Numbers of rows, sequences and positions for which memory is reserved.
         packed: Whether quantised weights stay packed.
         size_bytes: Size of the lease.
         tenants: The tenants, each with a region.
@@ -89,7 +89,7 @@ class EngineUser(Protocol):
         """Process a region that replaces an ended one."""
 
     def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
-        """Process that the lease is lost or is about to be. No step made this report."""
+        """Process a report from outside the step loop: the lease is lost or is about to be."""
 
     def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
         """Process a warning that a fleet's lease will end: Drained, or Disconnected if the daemon is down.

@@ -338,7 +338,7 @@ class StepLoop:
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Use this pool in the rows of the tenant's sequences from now on."""
-        # The tenant is held and no step has rows of it, so all of its later rows use the new addresses.
+        # The tenant is held and no step has rows of it, so all of its later rows will use the new addresses.
         for sequence in self.scheduler.tenants[tenant_id].live.values():
             self._use_pool(sequence, pool)
         self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))

@@ -104,7 +104,7 @@ class TenantMoves:
         return tenant_id in self._saved
 
     def step_answered(self) -> None:
-        """Process that a step was answered, or that no answer will come."""
+        """Record that a step was answered, or that no answer will come."""
         self._answered.set()
 
     async def suspend(self, tenant_id: str) -> None:
@@ -168,7 +168,7 @@ class TenantMoves:
                     regions.exchange(tenant_id, pool)
                     self._moved(tenant_id, pool)
             except BaseException:
-                # Whether the tenant still has the old region or has lost it, the new region is not needed.
+                # The new region is not needed, whether the tenant still has the old region or has lost it.
                 regions.discard(pool)
                 raise
 
