@@ -89,7 +89,7 @@ def overlap(address: str, driver: str) -> dict[str, float]:
 
 
 def _lane(session: GpuSession, size: int) -> _Lane:
-    # Use arrays in the arena, because only their copies can continue in a stream while the program goes on.
+    # Use arrays in the arena, because only their copies can continue in a stream while the program continues.
     data, read_back = (session.empty(size // 4, np.uint32) for _ in range(2))
     data[:] = np.arange(size // 4, dtype=np.uint32)
     read_back[:] = 0

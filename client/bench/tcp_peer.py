@@ -78,7 +78,7 @@ def serve(port: int, size: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while _fill(sock, direction):
-            # The byte before each copy tells its direction.
+            # The byte before each copy gives its direction.
             if direction.tobytes() == _WRITE:
                 _fill(sock, data)
                 sock.sendall(direction)

@@ -266,7 +266,7 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return
-    note = f"The end of lease {lease_id} may have begun, and then goes on without this command: see gpulease leases."
+    note = f"The end of lease {lease_id} may have begun, and then continues without this command: see gpulease leases."
     with if_interrupted(lambda: note):
         outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason)).outcome
     if as_json:
