@@ -5,17 +5,18 @@ The order of the steps, and the reasons:
 1. Reserve the request in the store. If it was served before, the store returns its outcome. If another attempt is in
    progress, wait for it; if it does not end in time, refuse.
 2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it, all before any work on the card.
-3. As the lease's owner, copy the input in. The grant permits no copies, so only the owner has access to the memory.
+3. As the lease's owner, copy the input to the card. The grant permits no copies, so only the owner has access to the
+   memory.
 4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
    If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch and wait.
 5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE, so it has only one connection at any time:
    the owner's and the grant's alternate, and no third connection can come in between.)
 6. Record the outcome, free the lease with all of its memory, and reply.
 
-Before the launch, any failure releases the reservation: nothing was done, and the request may be retried. From the
-launch on, a failure is the outcome, and every later request with the same id gets it. If this process dies, the daemon
-ends the lease at its deadline. The claim expires CLAIM_MARGIN_S later, so when another attempt takes over the request,
-nothing of the earlier one can still be running.
+A failure before the launch releases the reservation: nothing was done, and the request may be retried. A failure after
+that is the outcome, which every later request with the same id gets. If this process dies, the daemon ends the lease at
+its deadline. The claim expires CLAIM_MARGIN_S later, so when another attempt takes over the request, nothing of the
+earlier one can still be running.
 """
 
 import math
@@ -88,7 +89,7 @@ class NodeAuthority:
             raise CapabilityRefused(f"the grant was refused: {error.message}", error.hint) from None
         if report.lease_id != lease.lease_id:
             raise CapabilityRefused(f"the grant is of lease {report.lease_id}, not of {lease.lease_id}")
-        # Equality, not "at least": a grant with more rights than needed is refused, too.
+        # Require equality: a grant with more rights than needed is refused, too.
         if report.permissions != SUBMISSION:
             granted, required = ", ".join(names_of(report.permissions)), ", ".join(names_of(SUBMISSION))
             raise CapabilityRefused(f"the grant permits {granted}; it must permit exactly {required}")
@@ -175,20 +176,21 @@ class DaemonEffects:
         return drive_with_clean_up(pending, request, GpuLease)
 
     def open(self, lease: GpuLease) -> GpuSession:
-        # A new grant for each session, because a token opens only one.
+        # Issue a new grant for each session, because a token opens only one session.
         return self._session(lease, lease.issue(COPYING, ttl_secs=MAX_TOKEN_S) if self._by_token else None)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
         return self._session(lease, grant)
 
     def _session(self, lease: GpuLease, grant: Grant | None) -> GpuSession:
-        # Use no shared memory: a request opens three sessions with a few operations each, and to make and map shared
-        # memory costs both sides more time than it saves, for inputs and outputs of any size.
+        # Use no shared memory: a request opens three sessions with a few operations each. Making and mapping shared
+        # memory would cost both sides more time than it saves, for inputs and outputs of any size.
         return GpuSession(lease, grant=grant, shared_memory=False)
 
 
 CLAIM_MARGIN_S: Final = 15.0
-"""Seconds from the end of an attempt's lease until its claim expires. The attempt may still record its outcome then."""
+"""Seconds from the end of an attempt's lease until its claim expires. During this time the attempt may still record its
+outcome."""
 
 END_MARGIN_S: Final = 0.5
 """If a grant expires at most this many seconds before its lease, the lease's end counts as the cause: clocks are
@@ -220,7 +222,7 @@ def serve_inference_request(
     """
     # Refuse a request that no model could serve before the store makes an entry for it.
     request.check()
-    # Step 1 of the module's docstring. A request that was served before needs no lease.
+    # Step 1 of the module's docstring. If the request was served before, it needs no lease.
     reservation = _reserve(effects, request)
     if isinstance(reservation, InferenceResponse):
         return reservation

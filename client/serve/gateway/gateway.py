@@ -1,4 +1,4 @@
-"""`Gateway`: one lease per request, over HTTP. `http.application` has the routes.
+"""`Gateway`: serves each HTTP request on a separate lease. `http.application` declares the routes.
 
 A body of application/octet-stream is the input, and `?output_len=` is the number of output bytes. A body of
 application/json is `{"input_base64": "...", "output_len": 4096}`. The reply has the body's media type, or the one that
@@ -10,7 +10,7 @@ A request that fails gets a problem reply (RFC 9457):
 | status | code | meaning | Retry-After |
 |---|---|---|---|
 | 400 | invalid_request | the request is invalid | |
-| 403 | foreign_page | another site's page sent it, in a browser: see `protocol.http_origin` | |
+| 403 | foreign_page | a browser sent it for another site's page: see `protocol.http_origin` | |
 | 404 | no_such_model | this gateway does not serve this model | |
 | 408 | body_too_slow | the body did not arrive in time | |
 | 409 | in_progress | another attempt at the same request has not ended | yes |
@@ -20,14 +20,14 @@ A request that fails gets a problem reply (RFC 9457):
 | 422 | key_conflict | the Idempotency-Key was used for another request | |
 | 429 | queue_full | too many requests wait already | yes |
 | 500 | operation_failed | the request was attempted and failed (`kind`); it is not executed again | |
-| 500 | outcome_unknown | the request was begun, and its outcome is unknown; it is not executed again | |
+| 500 | outcome_unknown | the request may have been executed; its outcome is unknown, and it is not executed again | |
 | 500 | not_started | the model can't be run: it can't be loaded, or needs more memory than its lease has | |
 | 500 | internal | the gateway failed; its log has the error | |
 | 502 | capability_refused | the node did not accept the grant; nothing was done | |
-| 503 | queue_timeout, no_capacity | no place here, or no room on a card, in time | yes |
+| 503 | queue_timeout, no_capacity | no place here, or no room on a card, became free in time | yes |
 | 503 | unavailable | no daemon or store answers, the node is drained, or the lease ended before the launch | yes |
 
-Retry, with the same Idempotency-Key, after 409 and after any status of 429 and above with Retry-After.
+After 409, and after any status from 429 on that has Retry-After, retry with the same Idempotency-Key.
 """
 
 import asyncio
@@ -189,7 +189,8 @@ class Gateway:
                 token_nonce=0,
                 now_secs=time.time(),
             )
-            # The rest of the two waits may be spent in the daemon's queue and on attempts in other gateways.
+            # The time that is left of the two waits may be spent in the daemon's queue and on attempts in other
+            # gateways.
             effects = self._effects(left_s, join_s)
             # The thread continues if this task is cancelled: a client that disconnects must not interrupt an attempt
             # between the launch and the record of its outcome.

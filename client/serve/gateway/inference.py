@@ -34,7 +34,7 @@ _HEAD_BYTES: Final = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """An inference request. The first four attributes say what to compute; the others say how.
+    """An inference request. The first four attributes define the computation; the others define how it is executed.
 
     Attributes:
         request_id: Two requests with the same id are the same request.
@@ -163,7 +163,7 @@ def response_to_outcome(response: InferenceResponse) -> bytes:
 
 def failure_to_outcome(error: Exception) -> bytes:
     """Encode, as an outcome, a failure after the gateway had recorded that it would launch the kernel."""
-    # Later requests raise the same error, for which its class and its text are enough.
+    # Store only the error's class and text, which are enough for later requests to raise the same error.
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")
 

@@ -200,7 +200,7 @@ def reserve(
     # The operation was executed before: every repetition gets the same outcome.
     if entry is not None and entry.phase is OperationPhase.COMPLETED:
         return entry, OperationCompleted(entry.epoch, entry.outcome)
-    # The operation is given up permanently, because it may have been executed.
+    # The operation is abandoned permanently, because it may have been executed.
     if entry is not None and entry.phase is OperationPhase.UNKNOWN:
         return entry, UnknownOutcome(entry.epoch)
     if entry is not None and entry.phase is not OperationPhase.RELEASED:

@@ -20,7 +20,7 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be
 
 MAX_VRAM_BYTES: Final = 2**63
-"""Limit of `min_vram_bytes`, more than any card has, to detect typing errors."""
+"""Upper bound of `min_vram_bytes`, more than any card has, to detect typing errors."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 """The example: y = 2 x + 1 of 32-bit floats."""

@@ -7,8 +7,8 @@ same file: `BEGIN IMMEDIATE` makes each transaction the only writer before it re
 file system, where SQLite's locks do not work.
 
 A transaction with nothing but reservations is committed with `synchronous=NORMAL`: it survives a crash of its process,
-but a crash of the host may undo it. That is safe: such a crash also ends every attempt and expires every claim, and it
-comes before the effect, because `start` syncs the log with the reservation in it.
+but a crash of the host may undo it. This is safe: such a crash also ends every attempt and expires every claim, and it
+comes before the effect, because `start` syncs the log, which contains the reservation.
 
 Claims expire by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
 continues while the host sleeps. A claim from before the host's last boot has expired.
@@ -169,7 +169,7 @@ class SqliteStore:
         with self._changing:
             self._is_closed = True
         with self._committing:
-            # The callers of these changes wait for the lock, and will find them done.
+            # The callers of these changes wait for the lock, and then find their changes committed.
             while group := self._next_group():
                 self._commit(group)
             self._connection.close()
@@ -232,7 +232,7 @@ class SqliteStore:
             # The rollback fails if the transaction never began.
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
-            # The whole transaction failed, also for callers with changes that had succeeded.
+            # The whole transaction failed, including the changes of other callers that had succeeded.
             for change in group:
                 change.set_answer(_unavailable(self._path, error))
             # An interrupt of this caller, or a bug, is also raised here.

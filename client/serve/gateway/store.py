@@ -2,7 +2,8 @@
 
 A store outlives the processes that use it, and several processes may use it at the same time. Its rules are in
 `ledger`. A store makes each rule one durable transaction: when a method returns, its effect survives a crash. The only
-exception is a reservation in a store of one host: a crash of the host may undo it, because it also ends the attempt.
+exception is a reservation in a store of one host: a crash of the host may undo it, which is harmless because the crash
+also ends the attempt.
 """
 
 from typing import Final, Protocol
@@ -41,7 +42,7 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def release(self, reservation: Reservation) -> None:
-        """Give up the reservation without having begun the effect. Raises StaleEpoch."""
+        """Release the reservation of an attempt that has not begun the effect. Raises StaleEpoch."""
         ...
 
     def forget(self, older_than_s: float) -> int:

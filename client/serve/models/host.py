@@ -40,10 +40,10 @@ class ModelHost:
 
     async def __aenter__(self) -> Self:
         for name, model in self.models.items():
-            # A model without room passes its requests to the smaller variant, which may pass them on.
+            # If a model has no room, it passes its requests to the smaller variant, which may pass them on.
             pass_on = partial(self._pass_on, model.smaller) if model.smaller else None
             self._instances[name] = Instance(model, self._address, ModelMetrics(self._metrics, name), pass_on)
-        # Each model has its own task, so that one that waits for a lease does not delay the others.
+        # Each model has a separate task, so that a model that waits for a lease does not delay the others.
         self._tasks = [asyncio.create_task(self._run(instance)) for instance in self._instances.values()]
         return self
 
@@ -51,7 +51,7 @@ class ModelHost:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for instance in self._instances.values():
-            # Let all begin to stop before waiting for any, so that they stop in parallel.
+            # Ask all models to stop before waiting for any, so that they stop in parallel.
             instance.stop()
         # Let them end by themselves, then cancel those that did not.
         await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)

@@ -31,8 +31,8 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 class BatchRunner:
     """Computes batches in one session, one after the other. `open` makes a runner.
 
-    Inputs and outputs are in memory that the session's worker shares (`session.empty`), so a batch is assembled where
-    the card reads it.
+    Inputs and outputs are in memory that the session's worker shares (`session.empty`), so a batch is assembled in the
+    memory from which the card reads it.
 
     Attributes:
         is_warm: Whether a batch was computed. The first batch also compiles or loads the kernel.
@@ -109,7 +109,8 @@ CLOSE_LIMIT_S: Final = 5.0
 """Longest time for freeing a lease, in seconds. A lease that is not freed ends at its deadline."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
-"""Seconds to wait in the daemon's queue for room, so that others do not overtake, if there is no smaller variant."""
+"""If there is no smaller variant, seconds to wait for room in the daemon's queue, so that other requests do not
+overtake."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
@@ -169,7 +170,7 @@ class Instance:
         return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Queue some items. They are refused at once if they can't be computed, or can't be within `deadline_s`."""
+        """Queue some items. They are refused at once if they can't be computed at all, or not within `deadline_s`."""
         # Admission must know how long the lease lasts. If there is none, the next lease will have its full duration.
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
@@ -340,7 +341,7 @@ class Instance:
             self._on_batch_failed(batch, error)
             raise
         except BaseException as error:
-            # Answer every request, both when the server stops and after a bug here.
+            # Answer every request when the server stops, or after a bug here.
             is_end = isinstance(error, asyncio.CancelledError)
             reason = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log has details")
             for request in batch:
@@ -382,7 +383,8 @@ class Instance:
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, retries in %.2f s: %s", self.settings.name, pause_s, error)
         if isinstance(error, CapacityExceeded):
-            # There is no room: for about two attempts, the smaller variant gets all requests, also the waiting ones.
+            # There is no room: for the time of about two attempts, the smaller variant gets all requests, including the
+            # waiting ones.
             self._no_room_until = self._loop.time() + 2 * pause_s
             if self._pass_on is not None:
                 self._pass_on(intake.queue.take_all())

@@ -2,7 +2,7 @@
 
 An item is an array of `input_bytes` divided by the size of `input_type` numbers; several items are an array of such
 arrays. Numbers are packed little-endian, each rounded to the nearest value of its type. JSON (RFC 8259, 6) has neither
-NaN nor infinities. A number that would become one, or that its type can't represent, is refused.
+NaN nor infinities. A number is refused if it would become one of these, or if its type can't represent it.
 """
 
 import json
@@ -29,8 +29,8 @@ FORMATS: Final = {
 """The types of numbers, and their letters in the module `struct`."""
 
 MAX_NUMBERS: Final = 1 << 18
-"""Maximum number of numbers in a request, and in its reply, so that one body does not delay the others: parsing a
-number takes 0.1 us, and a number in Python takes 32 bytes."""
+"""Maximum number of numbers in a request, and in its reply, so that one body does not delay other requests: parsing a
+number takes 0.1 us, and a number takes 32 bytes in Python."""
 
 MAX_NUMBER_CHARS: Final = 32
 """Maximum number of characters of a body per number. A 64-bit float has at most 24, with a comma and a space 26."""

@@ -1,4 +1,4 @@
-"""`ModelServer`: models over HTTP, and at the same time over shared memory. `http.application` has the routes.
+"""`ModelServer`: serves models over HTTP and shared memory at the same time. `http.application` declares the routes.
 
 A body of application/octet-stream has the items' inputs one after the other; the reply has their outputs. A body of
 application/json is `{"input_base64": "..."}`, and the reply `{"model": "...", "output_base64": "..."}`. If
@@ -187,7 +187,7 @@ async def _payload(request: Request, body_type: str, model: ModelSettings) -> tu
         return _Form.BYTES, await read_body(request, most_bytes, BODY_LIMIT_S, "It")
     if body_type != JSON:
         raise RequestRefused(Problem(415, "unsupported_media_type", f"The body must be {BINARY} or {JSON}."))
-    # The form is known only after reading, so allow the larger of both sizes.
+    # The form is known only after the body was read, so allow the larger of the two sizes.
     room = max(4 * (-(-most_bytes // 3)), _numbers_room(model))
     body = await read_body(request, room + _JSON_ROOM, BODY_LIMIT_S, "It")
     try:

@@ -158,7 +158,7 @@ class ModelSettings:
 
 
 _FILES: Final = {"module": MAX_PAYLOAD_BYTES, "weights": MAX_FILE_BYTES}
-"""The most bytes of each file that the settings name."""
+"""Maximum number of bytes of each file that the settings name."""
 
 
 def load_settings(path: Path) -> dict[str, ModelSettings]:
@@ -196,7 +196,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isascii() or not name.replace("-", "").isalnum():
         raise InvalidRequest(f"{where}: a name must have 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
     settings = values_of(path, ModelSettings, table, "models", name)
-    # Settings name files; the model has their contents.
+    # The settings name files; put their contents into the model.
     settings |= {key: _file(path, where, key, settings[key]) for key in _FILES if key in settings}
     model = ModelSettings(name=name, **settings)
     # Each setting is within its own limits, but their product must also fit.

@@ -33,7 +33,7 @@ class RestartPause:
 
     def after(self, error: errors.GpuLeaseError) -> float:
         """Return the seconds to wait after this error, and count it as a failure."""
-        # Lack of room and broken models do not pass within milliseconds, so do not retry that soon.
+        # A lack of room, or a broken model, lasts for longer than milliseconds, so do not retry that soon.
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
         pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)

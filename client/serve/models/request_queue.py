@@ -75,7 +75,7 @@ class BatchQueue:
         """Append a request. Returns False if the queue has no room for it."""
         if self.items + request.items > self.max_items:
             return False
-        # First come, first served: a batch never skips a request to fill itself better.
+        # First come, first served: a request is never skipped to fill a batch better.
         self._waiting.append(request)
         self.items += request.items
         return True
@@ -100,7 +100,8 @@ class BatchQueue:
         """Return the time at which to begin the next batch: 0 (now) if it is full, None if the queue is empty."""
         if not self._waiting:
             return None
-        # A batch is due if it is full, if its oldest request must be computed alone, or when that has waited enough.
+        # A batch is due if it is full, if its oldest request must be computed alone, or if that request has waited long
+        # enough.
         first = self._waiting[0]
         return 0.0 if self.items >= self.max_batch or first.is_alone else first.arrived_s + max_delay_s
 
@@ -151,7 +152,7 @@ class RequestIntake:
         self.settings, self._metrics = settings, metrics
         self._loop = asyncio.get_running_loop()
         self.queue = BatchQueue(settings.max_queue, settings.max_batch)
-        # Both are 0 until something was measured, so that nothing is refused for lack of data.
+        # Both are 0 until a duration was measured, so that no request is refused for lack of data.
         self.batches, self.starts = Estimate(), Estimate()
         self.is_running = self.is_stopping = False
         self.lease_left_s: float | None = None
@@ -321,7 +322,7 @@ class Estimate:
         """Return the predicted duration at the time `now`."""
         if self._measured_at is None:
             return 0.0
-        # Old measurements count less and less.
+        # The weight of old measurements decreases with time.
         age_s = max(0.0, now - self._measured_at)
         return (self._mean_s + DEVIATIONS * self._deviation_s) * math.exp2(-age_s / HALF_LIFE_S)
 
@@ -348,8 +349,8 @@ class Forecast:
 
     def expected_s(self, items: int) -> float:
         """Return the expected seconds until `items` further items are done."""
-        # Count the running batch, and the batches of all waiting items with these items at their end. The duration of
-        # a batch does not depend on its size here, so the estimate is rather too high than too low.
+        # Count the running batch, and the batches of all waiting items with these items at their end. This assumes that
+        # a batch takes the same time whatever its size, so the estimate may be too high, but rarely too low.
         batches = math.ceil((self.items_ahead + items) / self.max_batch) + self.is_running
         return self.start_s + batches * self.batch_s
 

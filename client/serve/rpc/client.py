@@ -73,8 +73,8 @@ ANSWER_ROOM_S: Final = 0.5
 can arrive."""
 
 MAX_DESCRIPTORS: Final = 4
-"""Maximum number of descriptors received with the greeting. One is correct. With room for more, the client can notice
-wrong ones and close them.
+"""Maximum number of descriptors received with the greeting. One is correct. The room for more lets the client notice
+surplus descriptors and close them.
 """
 
 _MAX_ID: Final = 2**64 - 1
@@ -184,9 +184,9 @@ class RpcClient:
             try:
                 return self._try(method_id, data, span)
             except _NotReceived as error:
-                # The server can't have received the call, so a retry is safe. Choose the error to raise in the end:
-                # that of an earlier attempt that may have been executed matters most. The error of an attempt that ran
-                # out of time says less about the server than that of an attempt before it.
+                # The server can't have received the call, so a retry is safe. Choose the error to raise in the end. The
+                # error of an earlier attempt that may have been executed is the most important. The error of an attempt
+                # that ran out of time is less informative than the error of an attempt before it.
                 cause = uncertain or (cause if cause is not None and error.has_no_time else error.cause)
             # The reply may still come, so this connection can't be used for another call.
             except CallTimedOut:
@@ -215,7 +215,7 @@ class RpcClient:
         connection = self._connection
         left_ms = span.left_ms()
         try:
-            # Until the bell is sent a failure is harmless; after that the call may be executed.
+            # A failure before the bell is sent is harmless; after it the call may be executed.
             connection.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
             # The connection was closed before the bell was sent, and the server reads no request without a bell.
@@ -330,7 +330,7 @@ class _Connection:
     def _spin(self, spin_ns: int) -> bool:
         if not spin_ns:
             return False
-        # Poll only the status byte. The rest is read after the status has changed.
+        # Poll only the status byte. Read the other bytes after the status has changed.
         reply, deadline = self._shared.reply, time.monotonic_ns() + spin_ns
         while time.monotonic_ns() < deadline:
             for _ in range(POLLS_PER_CLOCK):

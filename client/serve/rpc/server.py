@@ -40,7 +40,8 @@ MAX_FALSE_BELLS: Final = 64
 """Maximum number of bells in a row without a request, so that a caller can't take the server's time by only ringing."""
 
 ACCEPT_PAUSE_S: Final = 0.5
-"""Seconds without accepting after descriptors ran out, so that the loop does not retry continually."""
+"""Seconds for which no caller is accepted after descriptors have run out, so that the loop does not retry
+continually."""
 
 BELLS_BYTES: Final = 4096
 """Maximum number of bells that are read at once."""
@@ -127,7 +128,7 @@ class RpcServer:
         except OSError as error:
             _log.warning("no callers are admitted for %g s: %s", ACCEPT_PAUSE_S, error)
             self._loop.remove_reader(self._sock)
-            # Callers wait in the socket's backlog meanwhile.
+            # During this time callers wait in the socket's backlog.
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting)
             return
         # Close the connection rather than leave it in the backlog, so that the caller notices at once.
@@ -220,7 +221,7 @@ class _Caller:
     def _begin_call(self) -> None:
         request = self._shared.request
         header = request.header()
-        # The header is a copy, so later changes to the region have no effect on it.
+        # The header is a copy, so later changes of the region do not affect it.
         request.status = CallStatus.PROCESSING
         if not header.fits:
             text = f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {header.payload_len}"

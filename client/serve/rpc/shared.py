@@ -1,10 +1,10 @@
 """The memory that one caller shares with its server: allocation, mapping, reads and writes.
 
 **Which memory.** The server allocates 64 KiB for each connection and passes its descriptor. This memory must not be
-part of a session's arena, which the lease's worker shares with the server: a descriptor gives access to all of the
-arena, so each caller could read the requests of all others, and change them while the worker uses them. Copying at most
-32 KiB from one memory to the other takes a microsecond or two. The server's batches are in the arena (`session.empty`),
-so no further copy is needed before the card reads them.
+part of a session's arena, which the lease's worker shares with the server: a descriptor gives access to the whole
+arena, so each caller could read the other callers' requests, and change them while the worker uses them. Copying at
+most 32 KiB from one memory to the other takes a microsecond or two. The server's batches are in the arena
+(`session.empty`), so no further copy is needed before the card reads them.
 
 If the memory could shrink, SIGBUS would end a process that accesses it. So it is sealed (memfd_create(2), F_ADD_SEALS
 of fcntl(2)), and the receiver checks the seals.
@@ -69,7 +69,7 @@ class CallRegion:
             raise ValueError(f"{size} bytes do not fit in a region, which takes {MAX_PAYLOAD_BYTES}")
         memory = self._memory
         memory[HEADER_BYTES : HEADER_BYTES + size] = payload
-        # Keep the old status until everything else is written. The protocol forbids the peer to change it meanwhile.
+        # Keep the old status until everything else is written. The protocol forbids the peer to change it until then.
         HEADER_FAST.pack_into(memory, 0, request_id, method_id, memory[STATUS_AT], size)
         memory[STATUS_AT] = status
 
