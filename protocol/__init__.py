@@ -1,6 +1,6 @@
 """The wire format of gpulease: bytes to messages and back. No I/O, no clock, no import of the other packages.
 
-The adjacent `README.md` is the specification; start reading with `connection.AttachedConnection`.
+The adjacent `README.md` is the specification.
 """
 
 from gpulease.protocol.connection import (

@@ -1,8 +1,9 @@
-"""The permissions of a token, and how its holder narrows them: the parts on which all sides must agree.
+"""The permissions of a token, and how its holder narrows them. Daemon, tenants and holders must agree on both.
 
-A token is opaque bytes to its carrier. Inside it is a Biscuit (biscuitsec.org, specification version 3): a block that
-the daemon signed, and any number of blocks that holders appended. An appended block can only take permissions away. A
-daemon accepts only blocks that `narrowing_source` could have written, so no holder can make it evaluate a program.
+To its bearer, a token consists of opaque bytes. It contains a Biscuit (biscuitsec.org, specification version 3): a
+block that the daemon signed, and any number of blocks that holders appended. An appended block can only take
+permissions away. A daemon accepts only blocks that `narrowing_source` could have written, so no holder can make it
+evaluate a program.
 """
 
 import re
@@ -50,7 +51,7 @@ NODE_LEASE: Final = 0
 
 _MAX_EXPIRY_DIGITS: Final = 18
 _BY_NAME: Final = {permission.name: permission for permission in Permission}
-# Exactly the text that `narrowing_source` writes: an expiry, and perhaps a set of permissions.
+# The pattern matches exactly the texts that `narrowing_source` writes: an expiry, and optionally a set of permissions.
 _NARROWING: Final = re.compile(
     rf"check if time\(\$t\), \$t <= ([0-9]{{1,{_MAX_EXPIRY_DIGITS}}});\n"
     r'(?:check if permission\(\$p\), \{([A-Z_", ]*)\}\.contains\(\$p\);\n)?'

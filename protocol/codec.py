@@ -1,7 +1,7 @@
 """Converts bodies to payloads and back, by the construct definitions. A payload consists of exactly its body's bytes.
 
 The plain form of a definition is tried first. If it fails, construct decides whether the body or payload is valid, and
-says what is wrong.
+describes the mistake.
 """
 
 from typing import Any, Final, TypeVar
@@ -53,8 +53,8 @@ def build_body(body: Body) -> bytes:
         if is_greeting and len(plain) <= MAX_GREETING_BYTES:
             _last_built[kind] = plain, body
         return plain
-    # Step 2: use construct, for its decision and its message. A value that the plain form refused without need is
-    # encoded here.
+    # Step 2: use construct, for its decision and its message. A valid value that the plain form refused is encoded
+    # here.
     try:
         return bytes(schema.build(body))
     except (c.ConstructError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -86,7 +86,7 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
         body = schema.parse_stream(stream)
     except c.ConstructError as error:
         raise BodyError(f"{kind.__name__} is malformed: {_reason(error)}") from None
-    # Bytes after the body are an error, so that no sender can rely on a receiver that skips them.
+    # Refuse bytes after the body, so that no sender can rely on a receiver that skips them.
     rest_bytes = len(data) - stream.tell()
     if rest_bytes:
         raise BodyError(f"{kind.__name__} is followed by {rest_bytes} bytes that do not belong to it")

@@ -107,7 +107,7 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """The peer's bytes have stopped being valid frames. Send a goodbye with `failure`, then close."""
+    """The peer has sent bytes that are not a valid frame. Send a goodbye with `failure`, then close."""
 
     failure: Failure
 
@@ -123,7 +123,7 @@ Event = Request | Rejected | Reply | Notification | RegionNotification | Goodbye
 
 
 class Connection:
-    """One end of a connection, from HELLO on; with `state=State.ATTACHING`, a session's end from ATTACH on.
+    """One side of a connection, from HELLO on; with `state=State.ATTACHING`, one side of a session, from ATTACH on.
 
     Args:
         role: This side.
@@ -132,7 +132,8 @@ class Connection:
         buffer_bytes: The size of the receive buffer. A larger frame grows it while the buffer holds that frame.
 
     Attributes:
-        last_request_id: The number of this side's latest request. Code that builds a request itself increments it.
+        last_request_id: The number of this side's latest request. Code that builds requests by itself must increment
+            it.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Connection:
             buffer_bytes=min(buffer_bytes, max_payload_bytes + HEADER_BYTES),
             retained_bytes=retained_bytes,
         )
-        # The client's requests that await their reply, or those that the server has yet to answer.
+        # On the client, the requests that await a reply; on the server, those that it has not answered yet.
         self._in_flight: dict[int, Opcode] = {}
         self.last_request_id = 0
         self._has_eof = False
@@ -166,7 +167,7 @@ class Connection:
         self.reader.receive_data(data)
 
     def receive_eof(self) -> None:
-        """Record that the peer has closed its end.
+        """Record that the peer has closed its side.
 
         Once all received frames are taken, `next_event` returns EndOfStream.
         """
@@ -182,7 +183,7 @@ class Connection:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests without a reply: a client's own, or those of a server's peer."""
+        """The number of unanswered requests: those that this side has sent as a client, or received as a server."""
         return len(self._in_flight)
 
     def next_event(self) -> Event | None:
@@ -209,7 +210,8 @@ class Connection:
         return None
 
     def _receive_request(self, frame: Frame) -> Event:
-        # Step 1: errors that no valid client makes. The stream can no longer be trusted, so they end the connection.
+        # Step 1: check for errors that no valid client makes. After one, the stream can no longer be trusted, so it
+        # ends the connection.
         if frame.is_reply:
             raise FramingError("a client sent a reply")
         if frame.request_id in self._in_flight:
@@ -218,7 +220,8 @@ class Connection:
             raise FramingError("request id 0 is reserved for goodbyes")
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise FramingError(f"{MAX_IN_FLIGHT} requests await their reply, the maximum", Status.BUSY)
-        # Step 2: errors within this frame get an error reply; the state and the next frames are not affected.
+        # Step 2: check for errors within this frame. They get an error reply, and do not affect the state and the next
+        # frames.
         try:
             op = self._accept_request(frame)
             body = parse_body(request_body(op), frame.payload)
@@ -273,7 +276,7 @@ class Connection:
             result = _failure_of(frame) if frame.status else parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
-        # Move the state for the refusal or the success, as the daemon did when it sent this.
+        # Change the state by the refusal or the success, as the daemon did when it sent this.
         state = _state_after(self.state, reply_trigger(op, refused=frame.status != 0), op)
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
         request_behind = self._behind_hello if op is Opcode.HELLO and not frame.status else None
@@ -327,7 +330,7 @@ class Connection:
         request_id = self.last_request_id + 1
         flags = Flag.QUIET if quiet else 0
         frame = build_frame(op, build_body(body), request_id=request_id, session_id=session_id, flags=flags)
-        # A quiet request has no reply, so it only moves the state.
+        # A quiet request has no reply, so it only changes the state.
         if quiet:
             self._move(request_trigger(op), op)
             return self.next_request_id(), frame
@@ -413,7 +416,7 @@ class Connection:
             flags=Flag.REPLY,
             status=status,
         )
-        # A rejected request changed nothing, so neither does its refusal.
+        # A rejected request has changed nothing, so its refusal changes nothing either.
         if isinstance(request, Request):
             self._note_answer(request, status)
         return frame
@@ -422,7 +425,7 @@ class Connection:
         # In state ATTACHING, another process may have received the ATTACH and passed the socket to this one.
         if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
             raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
-        # Both sides move their state by the same reply, so a refused ATTACH returns both to CONTROL.
+        # Both sides change their state by the same reply, so a refused ATTACH returns both to CONTROL.
         self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
         self._in_flight.pop(request.request_id, None)
         self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
@@ -469,7 +472,7 @@ class Subscriptions:
             self._events[request_id] = EVENTS_OF[op]
             self._last[request_id] = 0
         elif op is Opcode.LEASE_UNSUBSCRIBE:
-            # Forget the attempt either way, but the subscription only if the daemon has ended it.
+            # Drop the record of the request in any case, but the subscription only if the daemon has ended it.
             ended = self._ending.pop(request_id, 0)
             if succeeded:
                 self._events.pop(ended, None)

@@ -59,7 +59,7 @@ TRANSITIONS: Final[dict[tuple[State, WireTrigger], State]] = {
     (State.CONTROL, WireTrigger.ATTACH): State.ATTACHING,
     (State.ATTACHING, WireTrigger.ATTACH_REPLY): State.SESSION,
     (State.ATTACHING, WireTrigger.ATTACH_REFUSED): State.CONTROL,
-    # No message leads from a session back to CONTROL, because the broker has passed its socket to a worker.
+    # No message leads from a session back to CONTROL, because the broker has passed the socket to a worker.
     (State.SESSION, WireTrigger.SESSION_REQUEST): State.SESSION,
     (State.SESSION, WireTrigger.SESSION_REPLY): State.SESSION,
     (State.SESSION, WireTrigger.PING): State.SESSION,
@@ -67,7 +67,7 @@ TRANSITIONS: Final[dict[tuple[State, WireTrigger], State]] = {
 }
 
 REPLIES: Final[dict[WireTrigger, tuple[WireTrigger, WireTrigger]]] = {
-    # Only for HELLO and ATTACH do success and refusal lead to different states.
+    # Success and refusal lead to different states only for HELLO and ATTACH.
     WireTrigger.HELLO: (WireTrigger.HELLO_REPLY, WireTrigger.HELLO_REFUSED),
     WireTrigger.CONTROL_REQUEST: (WireTrigger.CONTROL_REPLY, WireTrigger.CONTROL_REPLY),
     WireTrigger.ATTACH: (WireTrigger.ATTACH_REPLY, WireTrigger.ATTACH_REFUSED),

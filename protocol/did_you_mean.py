@@ -7,6 +7,6 @@ from difflib import get_close_matches
 def did_you_mean(word: object, names: Iterable[str], otherwise: str = "known are {known}") -> str:
     """Return "did you mean 'driver'?", or, without a similar word, `otherwise` with {known} replaced."""
     words = list(names)
-    # A file's key or a JSON value may be of any type, but only a text can be misspelt.
+    # A file's key or a JSON value may be of any type, but only text can be misspelt.
     close = get_close_matches(word, words, n=1) if isinstance(word, str) else []
     return f"did you mean {close[0]!r}?" if close else otherwise.format(known=", ".join(words))

@@ -4,7 +4,7 @@
     ├── LocalProtocolError      this side tried to send something that is not allowed
     └── RemoteProtocolError     the peer sent something that is not allowed
         ├── FramingError        the stream has lost its frames: answer and close
-        └── BodyError           one frame is wrong; the next one may be right
+        └── BodyError           one frame is invalid; the next one may be valid
 
 Each error has the `Status` with which it is answered.
 """

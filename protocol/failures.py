@@ -1,7 +1,7 @@
 """An error reply as one value, and the sentences about the ends of leases.
 
 `Failure` holds an error's status, text and details; the details are sent as TLVs. `LEASE_ENDS` is the only table of
-ends: each cause with its status, its words and what the tenant can do next.
+ends: it gives each cause's status, its texts and a hint for the tenant.
 """
 
 import struct
@@ -89,7 +89,7 @@ class Failure:
     def to_frame(self, op: int, *, request_id: int, session_id: int = 0) -> bytes:
         """Return the whole error reply to a request.
 
-        With GOODBYE and request 0 the frame says why the sender closes the connection.
+        A frame with GOODBYE and request 0 contains the reason why the sender closes the connection.
         """
         payload = build_body(self.to_body())
         return build_frame(
@@ -107,9 +107,9 @@ class Failure:
 
     @classmethod
     def from_payload(cls, status: int, payload: bytes | memoryview) -> "Failure":
-        """Return the failure of an error reply's payload: `from_body` of the parsed payload, in a third of the time.
+        """Return the failure of an error reply's payload. Raises BodyError if the payload is malformed.
 
-        Raises BodyError if the payload is malformed.
+        The result is that of `from_body` for the parsed payload, in a third of the time.
         """
         data = bytes(payload)
         values: dict[int, bytes] = {}
@@ -312,14 +312,14 @@ _REGION_KEPT_END: Final = LeaseEnd(
     "Keep launches that name regions shorter than the operator's region_grace_ms; if they already are, "
     "report it to the operator.",
 )
-"""Replaces the end of `kernel_timeout`, because that is about `max_kernel_secs`."""
+"""Used in place of the end of `kernel_timeout`, whose text is about `max_kernel_secs`."""
 
 
 def lease_end(cause: str, reason: str = "") -> LeaseEnd:
     """Return how a lease ended.
 
     Args:
-        cause: The cause. One that only a later daemon knows counts as a failed session.
+        cause: The cause. An unknown cause, which a later daemon may send, counts as a failed session.
         reason: The cause in the daemon's words.
     """
     if cause == "kernel_timeout" and REGION_KEPT in reason:
@@ -330,7 +330,7 @@ def lease_end(cause: str, reason: str = "") -> LeaseEnd:
 
 
 SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
-    # A session's words about its lease's end; the broker uses those of LEASE_ENDS.
+    # A session's texts about its lease's end; the broker uses those of LEASE_ENDS.
     {
         Status.LEASE_EXPIRED: ("the lease has expired", LEASE_ENDS["expired"].hint),
         Status.REVOKED: (LEASE_ENDS["revoked"].words, LEASE_ENDS["revoked"].hint),
@@ -339,7 +339,7 @@ SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
             "the daemon is stopping",
             "Acquire a new lease once it is back, or on another node.",
         ),
-        # Statuses of one session or one connection; they end no lease.
+        # Statuses of a single session or connection, which do not end the lease.
         Status.DRAINED: ("the node was drained", LEASE_ENDS["drained"].hint),
         Status.TIMED_OUT: (
             "the submit took longer than its time limit",
@@ -389,7 +389,8 @@ _REGION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
 _FENCED_REFUSAL: Final = (Status.FENCED, *_REGION_REFUSALS[Status.FENCED])
 
 _REFUSAL_OF_WORD: Final = {word: (status, *_REGION_REFUSALS[status]) for word, status in STATUS_OF_WORD.items()}
-"""By a region's word: status, words and hint of the first refusal. A single look-up, because a tenant waits for it."""
+"""By a region's word: status, words and hint of the first refusal. It is one table, so that a single look-up suffices
+while a tenant waits."""
 
 
 def region_refusal(
@@ -413,8 +414,8 @@ def region_refusal(
         site: Index of the launch in its burst or graph.
         position: The position that the launch passed; None for a copy.
     """
-    # Report once how a region ended. A program that continues to launch gets FENCED, which does not report the cause. A
-    # word that is not in the table, including NONE, means that the region has left the slot.
+    # Report once how a region ended. If a program continues to launch, it gets FENCED, which does not report the cause.
+    # A word that is not in the table, including NONE, means that the region has left the slot.
     is_fenced = is_repeat and word in ENDED_WORDS
     status, message, hint = _FENCED_REFUSAL if is_fenced else _REFUSAL_OF_WORD.get(word, _FENCED_REFUSAL)
     # Kernel, site and position identify the launch, so that a program can find the work that was not done.

@@ -85,8 +85,8 @@ else:
         # The compiled constructor does not support fields with init=False.
         if not all(item.init for item in class_fields):
             raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
-        # Code that inspects the class needs these attributes. So does the standard library, which lets only frozen
-        # classes derive from frozen ones.
+        # Code that inspects the class needs these attributes, as does the standard library, which requires that a class
+        # that derives from a frozen one is frozen, too.
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = True
         parameters.eq, parameters.frozen = eq, frozen
@@ -137,7 +137,7 @@ else:
             co_names=tuple(own_names.get(name, name) for name in code.co_names),
             co_consts=tuple(own_names.get(value, value) if type(value) is str else value for value in code.co_consts),
         )
-        # Step 3: make the function, with what it refers to and its parameters' defaults.
+        # Step 3: make the function, with the objects to which it refers and its parameters' defaults.
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         if has_twin:
             names |= {"_twin": _twin_of(cls), "_set_class": object.__dict__["__class__"].__set__}
@@ -172,7 +172,7 @@ else:
     ) -> CodeType:
         """Compile the constructor of all classes of one shape, with `_place` in the place of each field's name.
 
-        To compile one for each class would take half of the time that a class takes.
+        Compiling a separate one for each class would take half of the time that making the class takes.
 
         Args:
             by_position: The number of parameters that can be passed by position. The others follow them.

@@ -79,7 +79,7 @@ _TRAILERS: Final = {
 # A LAUNCH_WITH has no pattern: it is always parsed.
 _PATTERN_TRAILERS: Final = {op: _TRAILERS[op] for op in (Opcode.LAUNCH, Opcode.LAUNCH_IN)}
 
-# A frame up to its data: the header's first twelve bytes, which depend only on op and flags, and its rest.
+# A frame up to its data: the header's first twelve bytes, which depend only on op and flags, and the remaining fields.
 _HEADER_REST: Final = "IQ16s"
 _WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
 _WRITE_FIXED_BYTES: Final = _MEM_WRITE.size + _U32.size
@@ -108,15 +108,16 @@ SMALL_FRONTS: Final = (
     _DATA_HEAD,
     build_frame(Opcode.MEM_REUSE, bytes(HANDLE.size), request_id=0, flags=_QUIET)[:REQUEST_ID_OFFSET],
 )
-"""The beginnings of a quiet MEM_WRITE, a MEM_READ, a successful MEM_READ reply, and a quiet MEM_REUSE. Those of the
-write and of the reply end before the payload's length."""
+"""The beginnings of a quiet MEM_WRITE, a MEM_READ, a successful MEM_READ reply, and a quiet MEM_REUSE. The beginnings
+of the write and of the reply end before the payload's length."""
 
 ARENA_FRONTS: Final = tuple(
     build_frame(op, bytes(size_bytes), request_id=0, flags=flags)[:REQUEST_ID_OFFSET]
     for op in (Opcode.ARENA_WRITE, Opcode.ARENA_READ)
     for size_bytes, flags in ((ARENA_COPY.size, 0), (0, _REPLY))
 )
-"""The beginnings of an ARENA_WRITE that wants a reply, of that reply, and of the same two for an ARENA_READ."""
+"""The beginnings of an ARENA_WRITE that requests a reply, of that reply, and of the same two frames of an
+ARENA_READ."""
 
 
 class LaunchTemplate:
@@ -214,10 +215,11 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
     """Split a LAUNCH payload into everything but the argument bytes, and the argument bytes.
 
     Two launches have the same first part if and only if they have the same kernel, shape and argument sizes. So it can
-    be the key of a cache of checked launches. It is not checked here. Raises BodyError if the lengths don't fit.
+    be the key of a cache of checked launches. The first part is not checked here. Raises BodyError if the lengths don't
+    fit.
     """
-    # Walk over the two fields of variable length: the kernel's name, then the arguments. Each length is checked before
-    # it is used.
+    # Skip the two fields of variable length: the kernel's name, then the arguments. Check each length before it is
+    # used.
     try:
         (name_bytes,) = _U32.unpack_from(payload, _NAME_AT)
         if name_bytes > MAX_KERNEL_NAME_BYTES:
@@ -252,7 +254,7 @@ def graph_launch_payload(graph: int, args: bytes, *regions: int) -> bytes:
 
 def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
     """Return graph and parameters' values of a GRAPH_LAUNCH payload. Raises BodyError."""
-    # Two fixed fields, then exactly the announced bytes: neither fewer nor more.
+    # After two fixed fields, exactly the announced number of bytes must follow.
     args_at = _GRAPH.size + _U32.size
     if len(payload) < args_at:
         raise BodyError("GraphLaunch is malformed: it ends too early")
@@ -314,7 +316,7 @@ def pack_quiet_write(request_id: int, session_bytes: bytes, handle: int, offset:
 
 
 def mem_reuse_frame(handle: int, *, request_id: int, session_id: int) -> bytes:
-    """Return a quiet MEM_REUSE; the handle is one that the peer gave."""
+    """Return a quiet MEM_REUSE; `handle` must be a handle that the peer has returned."""
     return _REUSE_FRAME.pack(_REUSE_HEAD, HANDLE.size, request_id, session_id.to_bytes(16), handle)
 
 

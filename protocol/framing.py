@@ -68,7 +68,7 @@ _PLAIN_HEADERS: Final = {
 
 
 class Frame(NamedTuple):
-    """A frame. A received payload is a view into the reader's buffer: copy what must outlive the next read."""
+    """A frame. A received payload is a view into the reader's buffer: copy bytes that must outlive the next read."""
 
     op: int
     flags: int
@@ -105,7 +105,8 @@ def build_header(
 ) -> bytes:
     """Return the header of a frame; its payload is sent after it. Raises LocalProtocolError as `build_frame` does."""
     flags = int(flags)
-    # Refuse here what the receiver would refuse: its refusal would end the connection with every other request.
+    # Refuse a frame here if the receiver would refuse it: that refusal would end the connection, with every other
+    # request on it.
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {payload_bytes}")
     if op >> 16:
@@ -123,11 +124,12 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     The buffer must have HEADER_BYTES from `offset` on. Raises FramingError.
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
-    # Step 1: recognise the usual headers by one look-up. Only the length and ids remain, and any of these is valid.
+    # Step 1: recognise the usual headers by one look-up. Only the length and the ids remain, all values of which are
+    # valid.
     cached = _PLAIN_HEADERS.get(head)
     if cached is not None and not status and not reserved:
         return *cached, 0, length, request_id, session_id
-    # Step 2: the header is unusual or wrong. Check the magic first, because without it nothing else has a meaning.
+    # Step 2: the header is unusual or invalid. Check the magic first, because without it no other field has a meaning.
     if head >> 32 != _HEAD_BASE >> 32:
         raise FramingError("the stream does not start with GPLS: the peer speaks another protocol")
     version = head >> 24 & 0xFF
@@ -136,7 +138,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
             f"the peer uses version {version} of the protocol; this side uses version {PROTOCOL_VERSION}",
             Status.UNSUPPORTED,
         )
-    # Accept an unknown operation here: the connection refuses it by name, and the stream continues.
+    # Accept an unknown operation here: the connection refuses it later, and the stream continues.
     flags = head >> 16 & 0xFF
     _check_header(flags, status, reserved, FramingError)
     return head & 0xFFFF, flags, status, length, request_id, session_id
@@ -153,7 +155,7 @@ def _check_header(flags: int, status: int, reserved: int, error: type[FramingErr
     if status and not flags & _REPLY:
         raise error("a request carries a status")
     if status > 0:
-        # Accept an unknown negative status, so that a later version may add one without cutting off older clients.
+        # Accept an unknown negative status, so that a later version can add one without disconnecting older clients.
         raise error(f"status {status}; no status is positive")
 
 
@@ -183,7 +185,7 @@ class FrameReader:
 
     def get_buffer(self) -> memoryview:
         """Return the room for the next bytes, never empty. Views of earlier frames become invalid."""
-        # Nothing is pending: begin at the front again, and release the memory of a very large frame.
+        # If no bytes are pending, begin at the front again, and release the memory of a very large frame.
         if self.start == self.end:
             self.start = self.end = 0
             if len(self.buffer) > self._retained_bytes:

@@ -92,10 +92,10 @@ def refusal(
     # Check the name first: after DNS rebinding all other headers look like those of a genuine request.
     if known_hosts.own is not None and host_of(hosts[0]) not in known_hosts.own | known_hosts.named:
         return MISDIRECTED, f"This server does not have that name: see {known_hosts.setting}."
-    # The name is acceptable. The header as a whole must also be safe in a URL.
+    # The name is acceptable, but the header as a whole must also be safe in a URL.
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
-    # A request with two lengths may be the attack on proxies that the module describes.
+    # A request with two lengths may be the attack on proxies that is described above.
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be either Content-Length or Transfer-Encoding, not both."
     # If the operator admits the page's origin, its browser checks the rest (Fetch Standard, CORS protocol).
@@ -131,7 +131,7 @@ def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
     if origins is None:
         return True
     scheme, _, origin = origins[0].partition(b"://")
-    # Another port of this host is another server; a proxy may have another name.
+    # Another port of this host belongs to another server; a proxy may have another name.
     is_ours = origin.lower() == host.lower() or host_of(origin) in named
     return len(origins) == 1 and scheme in (b"http", b"https") and is_ours
 
@@ -139,6 +139,6 @@ def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
 def host_of(header: bytes) -> str:
     """Return the host of a Host header, without its port; "" if the header is invalid (RFC 9110, 7.2)."""
     text = header.decode("latin-1").lower()
-    # An IPv6 address has colons of its own and ends with a bracket, unless a port follows it.
+    # An IPv6 address contains colons and ends with a bracket, unless a port follows it.
     host, _, port = text.rpartition(":") if not text.endswith("]") and ":" in text else (text, "", "")
     return host if port == "" or port.isdecimal() else ""

@@ -1,4 +1,4 @@
-"""A lease's id: a number that prints as 32 hexadecimal digits everywhere."""
+"""A lease's id: a number that is always printed as 32 hexadecimal digits."""
 
 import re
 from contextlib import suppress

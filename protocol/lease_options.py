@@ -474,7 +474,7 @@ class LeaseOptions(WorkerOptions):
         name: A name that is unique in the node's fleet; "" for a lease without a name.
         request_id: The tenant's number of this acquire, the same in all its tries, in 32 hexadecimal digits; "" if it
           has none.
-        weight: Its weight when the time of its card is shared.
+        weight: Its weight when its card's time is shared.
         park_idle_ms: Time without an operation after which the session is parked; 0 if idleness does not park it; None
             if the session can't be parked.
     """
@@ -511,8 +511,8 @@ OPTIONS: Final[tuple[LeaseOption[Any, Any], ...]] = tuple(
 
 def _mistakes() -> Iterator[str]:
     """Yield the contradictions in the declarations above."""
-    # Each check names the option and the rule for its declaration. All mistakes are reported together. Two options with
-    # one tag would each read the other's value.
+    # Each check names the option and the rule for its declaration. All mistakes are reported together. If two options
+    # had the same tag, each would read the other's value.
     if len({option.tag for option in OPTIONS}) < len(OPTIONS):
         yield "each option must have a tag of its own"
     kept_tags = list(KEPT_OPTIONS.values())
@@ -524,15 +524,14 @@ def _mistakes() -> Iterator[str]:
         # `in_submits` makes sense only for an option that a worker obeys.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):
             yield f"{location} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
-        # A bar would end the table's cell. A method without an effect, or an effect without a method, would leave a
-        # cell empty.
+        # A bar would end the table's cell. If only one of `call` and `effect` were given, a cell would stay empty.
         if (
             not option.wire
             or "|" in option.wire + option.call + option.effect
             or bool(option.call) != bool(option.effect)
         ):
             yield f"{location}: what it does must be a sentence for a table's cell"
-    # A request without the option, and a lease made without it, must mean the same.
+    # A request without the option, and a lease that was made without it, must have the same meaning.
     for item in fields(LeaseOptions):
         if item.default != KEPT_OPTIONS[item.name].default:
             yield f"{item.name} must have the default of its option, {KEPT_OPTIONS[item.name].default!r}"

@@ -9,15 +9,15 @@ PROTOCOL_VERSION: Final = 1
 """The only version that this package knows. A frame of another version is refused, because its layout is unknown."""
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
-"""Largest payload of any frame. Stops a peer that announces 4 GiB from making the receiver reserve that. The largest
-honest frame has a module image; large copies are cut into pieces of DATA_CHUNK_BYTES."""
+"""Largest payload of any frame. Stops a peer that announces 4 GiB from making the receiver reserve that much. The
+largest honest frame has a module image; large copies are cut into pieces of DATA_CHUNK_BYTES."""
 
 MAX_CONTROL_PAYLOAD_BYTES: Final = 64 << 10
 """Largest payload of a request to the broker. Control requests have at most a few hundred bytes. A thousand connections
 that each send half a frame can hold at most 64 MiB of the broker's memory."""
 
 DATA_CHUNK_BYTES: Final = 1 << 20
-"""Number of bytes of a copy that a client puts into one MEM_WRITE or MEM_READ. Larger pieces gain nothing on a socket,
+"""Number of bytes of a copy that a client puts into one MEM_WRITE or MEM_READ. Larger pieces are no faster on a socket,
 and delay the session's other requests."""
 
 MAX_DATA_BYTES: Final = 16 << 20
@@ -103,7 +103,7 @@ MAX_LABELS: Final = 32
 """Maximum number of labels in a request for a place. A directory compares each with every node's."""
 
 MAX_CANDIDATES: Final = 16
-"""Maximum number of nodes that a directory names at a time. A client that has tried all of them in vain asks again."""
+"""Maximum number of nodes that a directory names at a time. A client that was refused by all of them asks again."""
 
 MAX_NODE_ADDRESSES: Final = 8
 """Maximum number of addresses of one node."""

@@ -69,7 +69,7 @@ class Hello(Body):
 
 @dataclass(frozen=True, slots=True)
 class HelloReply(Body):
-    """The daemon's name, the `features` agreed on, and the largest payload that it takes in a session frame."""
+    """The daemon's name, the `features` agreed on, and the largest payload that it accepts in a session frame."""
 
     features: int = wire(U32)
     agent: str = wire(text())
@@ -93,7 +93,10 @@ class Attach(Body):
 
 @dataclass(frozen=True, slots=True)
 class AttachReply(Body):
-    """The session as its worker sees it. The `options` are its abilities, and the shared memory that it gives."""
+    """The worker's description of the session.
+
+    The `options` are its abilities, and the shared memory that it provides.
+    """
 
     slice_bytes: int = wire(U64)
     driver: str = wire(text())
@@ -277,7 +280,7 @@ class LeaseRef(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRevoke(Body):
-    """End a lease whatever it is doing; operators only."""
+    """End a lease even while work is in flight; operators only."""
 
     lease_id: int = wire(U128)
     reason: str = wire(text())
@@ -319,8 +322,8 @@ class LeaseEvent(Body):
 
 
 # --- regions ---
-# A region is a part of a lease's memory with its own end. The broker opens and ends it; the session's worker and its
-# clients see that in the session's words.
+# A region is a part of a lease's memory with its own end. The broker opens and ends it; the session's words show this
+# to the session's worker and its clients.
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +539,7 @@ class ArenaCopy(Body):
 
 @dataclass(frozen=True, slots=True)
 class MemKeep(Body):
-    """Keep an allocation beyond its connection's end, under a name. "": it is this connection's own from now on."""
+    """Keep an allocation beyond its connection's end, under a name. "": it belongs to this connection from now on."""
 
     handle: int = wire(U64)
     name: str = wire(text(limits.MAX_KEPT_NAME_BYTES))
@@ -597,12 +600,12 @@ class Elapsed(Body):
 
 
 # --- modules and launches ---
-# A module is loaded once; its replies say what a client needs to check a launch before it is sent.
+# A module is loaded once; the replies contain what a client needs to check a launch before it sends it.
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleLoad(Body):
-    """An image to load: PTX as text, or a cubin. The worker finds out which from its first bytes."""
+    """An image to load: PTX as text, or a cubin. The worker recognises the format by the first bytes."""
 
     image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
 

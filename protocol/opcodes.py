@@ -1,4 +1,4 @@
-"""The numbers on the wire: operations, header flags, statuses, and the public constants they go with."""
+"""The numbers on the wire: operations, header flags, statuses, and the public constants that belong to them."""
 
 from enum import IntEnum, IntFlag
 from typing import Final

@@ -24,8 +24,8 @@ class Trait(Flag):
     Of control operations:
         READ_ONLY: It changes nothing, so a peer with read-only access may send it.
         OPERATORS: Only operators may send it.
-        AWAITS_SESSION: It may need a parked session back. Then its reply waits for the session's return, which may wait
-            for room as an acquire does.
+        AWAITS_SESSION: It may need a parked session back. In that case its reply waits for the session's return, which
+            may wait for room as an acquire does.
 
     Of session operations:
         IN_STREAM: It acts in the stream that STREAM_SELECT chose.
@@ -33,8 +33,8 @@ class Trait(Flag):
             queue is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own.
             An operation that polls, as SYNC does, does not have this trait: if a worker is silent during it, the worker
             hangs.
-        SETTLES: Its reply says that everything before it has ended, in all streams.
-        SETTLES_ALONE: Its reply says so while the session has no stream but the default one.
+        SETTLES: Its reply means that everything before it has ended, in all streams. SETTLES_ALONE: Its reply means the
+            same while the session has only the default stream.
         RECORDED: It can be a node of a launch graph.
         WARMED_UP: Every tenant needs it, so a warm worker has executed it once before its first lease.
     """
@@ -165,7 +165,7 @@ def _session(
 
 
 _ALL: Final = (
-    # The connection's own operations. HELLO and PING need no permission: they say nothing about any lease.
+    # The connection's own operations. HELLO and PING need no permission, because they disclose nothing about any lease.
     _control(
         Opcode.HELLO,
         m.Hello,
@@ -175,7 +175,8 @@ _ALL: Final = (
         "the first frame: agrees on a version, exchanges features and names",
         trigger=WireTrigger.HELLO,
     ),
-    # Any permission of a session opens it. From then on each request is checked against its own operation's needs.
+    # Any permission of a session opens the session. From then on each request is checked against the needs of its
+    # operation.
     _control(
         Opcode.ATTACH,
         m.Attach,
@@ -194,7 +195,7 @@ _ALL: Final = (
         "checks that the peer is alive",
         trigger=WireTrigger.PING,
     ),
-    # Without a trigger: no state of a connection accepts it as a request.
+    # It has no trigger, because no state of a connection accepts it as a request.
     _control(
         Opcode.GOODBYE,
         m.Empty,
@@ -213,8 +214,8 @@ _ALL: Final = (
         "makes this connection a [submit](#submits) on the lease that the header names",
         trigger=WireTrigger.ATTACH,
     ),
-    # The node and its leases. "Ungated" operations need no token; what they show of other tenants' leases is the
-    # broker's decision.
+    # The node and its leases. "Ungated" operations need no token; the broker decides what they show of other tenants'
+    # leases.
     _control(Opcode.GET_INVENTORY, m.Empty, m.Inventory, _NOTHING, Trait.READ_ONLY, "returns the cards; ungated"),
     _control(
         Opcode.LEASE_ALLOC, m.LeaseAlloc, m.LeaseGrant, Needs(Permission.LEASE_ALLOC), Trait.NONE, "grants a lease"
@@ -626,7 +627,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.ALLOC_FAILED,
     ),
-    # From here on each operation has an ability: a worker of an earlier version does not serve it.
+    # From here on each operation has an ability, because a worker of an earlier version does not serve it.
     _session(
         Opcode.MODULE_PARAMETERS,
         m.Handle,
@@ -833,7 +834,7 @@ def _mistakes() -> Iterator[str]:
         # Peers of any version find out from the number alone whether the broker or a worker serves an operation.
         if (0x0600 <= spec.op < 0x0700) != spec.is_session:
             yield f"{spec.op.name}: the numbers of session operations, and no others, must be 0x0600 to 0x06ff"
-        # Nothing reads a trait of the other kind.
+        # A trait of the other kind would have no effect.
         if spec.traits & (_CONTROL_TRAITS if spec.is_session else ~_CONTROL_TRAITS):
             yield f"{spec.op.name}: {spec.traits} are not all traits of such an operation"
         # A bar would end the table's cell.

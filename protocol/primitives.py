@@ -35,9 +35,9 @@ class BadValue(c.ConstructError):  # type: ignore[misc]  # construct ships no ty
 class Plain:
     """An encoding by `struct` alone, because construct takes 5 to 20 times as long.
 
-    Both functions raise one of NOT_PLAIN for input that the construct might refuse. A read may end beyond the payload's
-    end, so the caller compares the offset. Apart from that, it accepts what the construct accepts, with the same
-    result.
+    Both functions raise one of the errors NOT_PLAIN for input that the construct might refuse. A read may end beyond
+    the payload's end, so the caller compares the offset. Apart from that, it accepts what the construct accepts, with
+    the same result.
 
     Attributes:
         read: Takes a payload and the value's offset; returns the value and the offset after it.
@@ -107,7 +107,7 @@ def _plain_list(item: Plain, limit: int) -> Plain:
 
     def read(data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
         (count,) = _U16.unpack_from(data, at)
-        # Check the count first, so that a list over the limit costs nothing.
+        # Check the count first, so that a list over the limit takes no time.
         if count > limit:
             raise BadValue
         at += _U16.size
@@ -131,7 +131,7 @@ def _plain_list(item: Plain, limit: int) -> Plain:
 def _plain_optional(item: Plain) -> Plain:
     def read(data: bytes, at: int) -> tuple[Any, int]:
         (flag,) = _U8.unpack_from(data, at)
-        # A flag of 2 may have a meaning for a later version; construct names it in its error.
+        # A flag of 2 may have a meaning in a later version; construct names the flag in its error.
         if flag > 1:
             raise BadValue
         return item.read(data, at + 1) if flag else (None, at + 1)

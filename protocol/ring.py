@@ -1,8 +1,9 @@
 """The command ring: a session's two byte streams in memory that client and worker share.
 
-A ring has one writer and one reader. Each owns a counter of all bytes it ever put in or took out; data is at the
-counter modulo the capacity. A side that finds nothing to do sets its sleep word, checks again, and sleeps. The
-other side finds the word set after its next move and wakes it. All words are native u64, each in its own cache line.
+A ring has one writer and one reader. The writer counts all bytes that it has put in, and the reader all bytes that it
+has taken out; data is at the counter modulo the capacity. A side that has nothing to do sets its sleep word, checks
+again, and sleeps. The other side checks the word after each change of its counter, and wakes the sleeping side. All
+words are native u64, each in its own cache line.
 
     at    word                     written by
     0     tail of the requests     the client
@@ -15,10 +16,10 @@ other side finds the word set after its next move and wakes it. All words are na
     4096  the requests' bytes, then the replies'
 
 The memory order is x86-64's: a processor's stores become visible in program order (Intel SDM 3A, 9.2.2), so bytes are
-there before the counter that announces them. Only a store and a later load of another word may change places. They are
+there before the counter that announces them. Only a store and a later load of another word may be reordered. They are
 separated by a barrier, a locked instruction (9.2.3.9); acquiring and releasing any lock is one.
 
-Neither side trusts the memory: it reads a word once, checks its copy, and uses that copy.
+Neither side trusts the memory: each reads a word once, checks the copy, and uses that copy.
 
 If the worker offers SYNC_WORD, a sync needs no frame: see `SyncWords`.
 
@@ -47,7 +48,8 @@ DATA_AT: Final = 4096
 
 MIN_RING_BYTES: Final = 4096
 MAX_RING_BYTES: Final = 16 << 20
-"""The bounds of a ring's capacity, a power of two. They stop a layout that does not fit in memory."""
+"""The bounds of a ring's capacity, a power of two. They stop a peer from announcing a layout that does not fit in
+memory."""
 
 PIECES_PER_RING: Final = 4
 """The pieces into which a ring cuts larger data, so that the reader takes one out while the writer puts in the next."""
@@ -112,7 +114,7 @@ class RingLayout:
 
 
 class RingWriter:
-    """The end that puts bytes in.
+    """The side that puts bytes in.
 
     Args:
         memory: All of the shared memory.
@@ -125,7 +127,7 @@ class RingWriter:
 
     Attributes:
         tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.
-        head: The reader's counter, as this side last read it.
+        head: The reader's counter when this side last read it.
     """
 
     __slots__ = (
@@ -286,8 +288,7 @@ class RingWriter:
     def room(self) -> int:
         """Return how many bytes fit now. Raises FramingError."""
         head = self._words[_HEAD]
-        # The reader's counter never goes back and never passes the writer's. Any other value was written by a broken
-        # peer.
+        # The reader's counter never goes back and never passes the writer's. Only a faulty peer writes any other value.
         if not self.head <= head <= self.tail:
             raise FramingError(f"the ring's reader claims to be at {head}, not from {self.head} to {self.tail}")
         self.head = head
@@ -320,7 +321,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The end that takes bytes out. Its arguments are those of RingWriter.
+    """The side that takes bytes out. Its arguments are those of RingWriter.
 
     Attributes:
         head: The counter of bytes taken out. Code that moves the shared counter by other means moves this one too.
@@ -407,7 +408,8 @@ class RingReader:
     def advance(self, size: int, unread_bytes: int) -> None:
         """Count `size` bytes as taken, and wake a waiting writer if `unread_bytes` are at most half the ring."""
         words = self._words
-        # Publish the counter, then the barrier, then look whether the writer sleeps: the order of `doze`, reversed.
+        # Publish the counter, then the barrier, then check whether the writer sleeps: the reverse of the order in
+        # `doze`.
         words[_HEAD] = self.head = self.head + size
         self._barrier.acquire(False)
         self._barrier.release()
@@ -433,7 +435,7 @@ class RingReader:
         self._words[_READER_SLEEPS] = 0
 
     def leave(self) -> None:
-        """Announce that this side leaves: the peer's next write tries to wake it, fails, and so notices."""
+        """Announce that this side leaves, so that the peer notices when its next write fails to wake this side."""
         self._words[_READER_SLEEPS] = 1
 
     def release(self) -> None:
@@ -443,7 +445,7 @@ class RingReader:
 
 
 class SyncWords:
-    """The client's end of two words by which it waits for all that it has sent, without a frame either way.
+    """The client's side of two words by which it waits for all that it has sent, without a frame in either direction.
 
     Next to its tail, the client writes a request number that is higher than that of every request in the ring. A worker
     that is polling the ring answers in the replies' words once it has taken everything from the ring: with twice the
@@ -471,7 +473,7 @@ class SyncWords:
         return not words[_READER_SLEEPS]
 
     def poll(self, number: int, times: int) -> bool | None:
-        """Read the answer up to `times` times: whether all ended well; None if it has not come."""
+        """Read the answer up to `times` times: whether all work has succeeded; None if the answer has not come."""
         words, succeeded = self._words, 2 * number + 1
         for _ in range(times):
             # Each answer contains the request's number, so an old answer is not mistaken for this one.
@@ -492,7 +494,7 @@ def client_ends(
     wake: Callable[[], object],
     check_reader: Callable[[], object] | None = None,
 ) -> tuple[RingReader, RingWriter]:
-    """Return the client's ends: the replies' reader and the requests' writer."""
+    """Return the client's sides: the replies' reader and the requests' writer."""
     requests, replies = _places(layout)
     return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake, check_reader)
 
@@ -500,7 +502,7 @@ def client_ends(
 def worker_ends(
     memory: memoryview, layout: RingLayout, barriers: tuple[Barrier, Barrier], wake: Callable[[], object]
 ) -> tuple[RingReader, RingWriter]:
-    """Return the worker's ends: the requests' reader and the replies' writer."""
+    """Return the worker's sides: the requests' reader and the replies' writer."""
     requests, replies = _places(layout)
     return RingReader(memory, requests, barriers[0], wake), RingWriter(memory, replies, barriers[1], wake)
 

@@ -1,4 +1,4 @@
-"""A call through memory that a caller and a model server share: two regions, one request and one reply at a time.
+"""A call through memory that a caller and a model server share: it has two regions, for one request and one reply.
 
     at     what           written by
     0      the request    the caller; its status also by the server
@@ -27,8 +27,8 @@ the request's status. They are in the last 12 bytes of the reply's region, which
 id there, or 0, means no limit, so a caller that knows nothing of this need not change.
 
 Method 0, DESCRIBE, has no payload; its reply describes what is served. An ERROR's payload is a CallError. Every reader
-checks all of this, and the socket's first message, because the other side can write any byte at any time. It reads a
-header once and uses its copy.
+checks all of this, and the socket's first message, because the other side can write any byte at any time. Each reads a
+header once and uses that copy.
 """
 
 import struct
@@ -149,7 +149,7 @@ class CallHeader:
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:
-    """A call's time limit, from its request on."""
+    """A call's time limit, counted from its request."""
 
     request_id: int
     left_ms: int
@@ -185,7 +185,7 @@ class CallError:
     def to_bytes(self) -> bytes:
         # A cut may fall inside a character: decode drops the incomplete one.
         text = self.text.encode()[:MAX_ERROR_TEXT_BYTES].decode(errors="ignore").encode()
-        # A longer time than the field holds is cut: seven weeks mean "not soon" as well.
+        # Cut a time that is too long for the field: to a caller, seven weeks mean the same.
         built: bytes = CALL_ERROR.build(
             {"code": self.code, "retry_after_ms": min(self.retry_after_ms, 2**32 - 1), "text": text}
         )
@@ -198,7 +198,8 @@ class CallError:
             error: Any = CALL_ERROR.parse(data)
         except c.ConstructError:
             return None
-        # A code of a later server is INTERNAL: the caller learns that the call failed, and the text says why.
+        # Treat the code of a later server as INTERNAL: the caller is notified that the call failed, and the text
+        # contains the reason.
         is_known = error.code in CallErrorCode._value2member_map_
         code = CallErrorCode(error.code) if is_known else CallErrorCode.INTERNAL
         return cls(code, error.text[:MAX_ERROR_TEXT_BYTES].decode(errors="replace"), error.retry_after_ms)

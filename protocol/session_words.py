@@ -1,9 +1,9 @@
 """The session's words: a page that the broker writes, and that the session's worker and its clients map read-only.
 
 It shows whether the lease and each of its regions are still active. A client decides by one load from it whether to
-refuse a launch, and the worker reads the regions' words before each launch. There is one page for each session, with no
-word of another session. Clients are never trusted: what a worker does after the lease's end is decided by another page,
-which no client has.
+refuse a launch, and the worker reads the regions' words before each launch. There is one page for each session, which
+contains no word of another session. Clients are never trusted: another page, which no client has, decides what a worker
+does after the lease's end.
 
 Each field is an aligned, native u64, read and written one at a time (on x86-64, such a store becomes visible as a
 whole, and stores become visible in their order).
@@ -108,7 +108,7 @@ class WordViews(NamedTuple):
         generation: The lease's generation alone.
         reason_length: The length of the reason alone.
         words: The regions' words, by slot.
-        flipped_ns: When each slot's word was changed last, on the monotonic clock.
+        flipped_ns: When each slot's word last changed, on the monotonic clock.
         deadlines: When each slot's region ends, on the monotonic clock.
     """
 

@@ -43,7 +43,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class BadSetting(ValueError):
-    """A setting that can't be used. Its text names the setting, and says what it must be and what it is.
+    """A setting that can't be used. Its text states the setting's name, its required value and its actual value.
 
     Args:
         text: What is wrong, with {} where the setting's name belongs.
@@ -56,12 +56,12 @@ class BadSetting(ValueError):
         self._text, self._path = text, path
 
     def within(self, *keys: str) -> "BadSetting":
-        """Return this error as one of a table that lies under these keys."""
+        """Return this error for a setting in a table that has these keys."""
         return BadSetting(self._text, (*keys, *self._path))
 
 
 def must_be(subject: str, value: object, hint: str = "") -> BadSetting:
-    """Return the error that a setting must be something else than `value`."""
+    """Return the error of a setting that must be something other than `value`."""
     return BadSetting(f"{{}} must be {subject}, not {_shown(value)}{hint and f'; {hint}'}")
 
 
@@ -80,9 +80,9 @@ class Setting:
     Attributes:
         does: What it decides, in sentences for operators.
         key: The key that operators write; "" for the field's name.
-        what: What its value must be, to follow "must be"; "" if the field's type says it.
+        what: The words after "must be" in an error; "" if the field's type determines them.
         read: Turns the file's value into the field's. Raises ValueError with a clause that names the wrong value, or
-            without text if `what` says all. None: the field's type decides.
+            without text if `what` is sufficient. None: the field's type decides.
         least: The smallest number.
         most: The largest number; None for no bound, but MAX_WHOLE for a whole number in a file.
         over: A number that the value must exceed.
@@ -160,14 +160,14 @@ class Declared:
 
     @property
     def table(self) -> Any:
-        """The declaration of the table that the setting is; None for a setting with a value of its own."""
+        """The declaration of the table if the setting is a table; None for a setting with a single value."""
         return self.kind if isinstance(self.kind, type) and is_dataclass(self.kind) and not self.setting.what else None
 
     @property
     def what(self) -> str:
         """A phrase to follow "must be" in error messages."""
         setting = self.setting
-        # Use the setting's own words if it has some, else a phrase for its choices or its type.
+        # Use the setting's own words if it has any, otherwise a phrase for its choices or its type.
         if setting.what:
             return f"{setting.what} {setting.bounds_text}".rstrip()
         if setting.choices:
@@ -264,7 +264,8 @@ def _declared(kind: Any) -> Mapping[str, Declared]:
         # Call the default's factory, if it has one. MISSING means that a file must give the setting.
         default = item.default if item.default_factory is MISSING else item.default_factory()
         entry = Declared(settings[0].key or item.name, item.name, _without_none(inner), default, settings[0])
-        # A mistake in a declaration is an error when its class is first read, so a test of each class finds all.
+        # A mistake in a declaration raises an error when its class is first read, so a test that reads each class finds
+        # all mistakes.
         is_known = entry.kind in (bool, int, float, str) or entry.table is not None
         if not (is_known or entry.setting.read or (isinstance(entry.kind, type) and issubclass(entry.kind, Enum))):
             raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {entry.kind}")
@@ -284,7 +285,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, Any]:
-    """Return the values of a table by the attributes of its declaration; what is not in the table is left out.
+    """Return the values of a table by the attributes of its declaration; settings that the table lacks are left out.
 
     Args:
         kind: The class that declares the settings, or the settings by their keys.
