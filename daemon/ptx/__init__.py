@@ -1,1 +1,1 @@
-"""The embedded driver: executes PTX on the host, so that every part of the product runs without a GPU."""
+"""The embedded driver, which executes PTX on the host, so that every part of the product runs without a GPU."""

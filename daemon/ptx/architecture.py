@@ -1,4 +1,4 @@
-"""The embedded driver's architecture, which decides which images load, as a card's does (PTX ISA 11.1.2, `.target`)."""
+"""The embedded driver's architecture. Like a card's, it decides which images load (PTX ISA 11.1.2, `.target`)."""
 
 import re
 from typing import Final
@@ -53,7 +53,7 @@ def takes_long_parameters(version: tuple[int, int], target: str) -> bool:
 
 
 SM_90: Final = Architecture()
-"""The default: most PTX in use runs on it."""
+"""The default architecture, on which most PTX in use runs."""
 
 
 def parse_architecture(text: str) -> Architecture:

@@ -2,7 +2,7 @@
 
 A launch graph checks and packs its launches once, and a replay queues the packed records. Queuing a launch takes only a
 microsecond, so a replay saves just the steps before it: frames, plans, shape checks. The caller's thread performs a
-graph's copies, after it has waited for the kernels before them.
+graph's copies after it has waited for the preceding kernels.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ _EVENTS: dict[int, str] = {
     Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
     Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
 }
-# Spaces that a tenant's program does not distinguish: CUDA says "illegal address" for both, without a space.
+# Spaces that a tenant's program does not distinguish: for both, CUDA reports "illegal address" without a space.
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
@@ -98,7 +98,7 @@ def describe(
     Args:
         fault: The record.
         text_at: Reads the null-terminated text at a device address; an assertion's record holds such addresses.
-        miss_text: Returns a text about the allocation that an access of `size` bytes at an address just misses, or "".
+        miss_text: Returns a text about the allocation closest to a failed access of `size` bytes at an address, or "".
         kernel: The kernel's name.
         tag: The launch's tag.
     """
@@ -154,7 +154,7 @@ class CpuGraph:
 
     @property
     def due(self) -> list[DriverKernel]:
-        # The queue runs a kernel's latest code, so what was packed stays valid.
+        # The queue runs a kernel's latest code, so a packed launch stays valid.
         return [kernel for kernel in self._kernels if kernel.is_due]
 
     def bind(self, step: int, params: bytes) -> None:
@@ -165,7 +165,7 @@ class CpuGraph:
         self._replays[step] = self._replay_of(replace(kernel_step, params=params))
 
     def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
-        # The tag differs in each replay; everything else was packed when the graph was created.
+        # The tag differs in each replay; all other fields were packed when the graph was created.
         packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
         for number, step in enumerate(self._replays):
             # Between segments the caller may end a replay that takes too long.
@@ -231,8 +231,8 @@ class CpuContext:
 
     Args:
         slice_bytes: Room for allocations.
-        hosts: How many threads run the blocks of a launch; None for as many as this process may use.
-        architecture: The architecture of the images that load.
+        hosts: Number of threads that run the blocks of a launch; None for as many as this process may use.
+        architecture: The architecture for which images are loaded.
         shuffle: The seed of the order in which warps and blocks run, which needs a single thread; None for the order of
             their numbers.
     """
@@ -272,7 +272,10 @@ class CpuContext:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _open_memory(self, at: int = 0) -> None:
-        """Create the memory, which begins at `at` unless that is 0 or taken, and the queue that uses it."""
+        """Create the memory and the queue that uses it.
+
+        The memory begins at `at`, unless that is 0 or already in use.
+        """
         # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
         self._arena = MemoryArena(self._slice_bytes, at)
         self._prints = PrintBuffer()
@@ -315,23 +318,23 @@ class CpuContext:
         """Do nothing: this driver caches no memory (`Context.trim`)."""
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Allocate at once, because nothing in the queue can use the new address (`Context.mem_alloc`)."""
+        """Allocate at once, because no queued work can use the new address (`Context.mem_alloc`)."""
         return self._arena.allocate(size_bytes)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Free an allocation after all that is queued (`Context.mem_free`)."""
+        """Free an allocation after all queued work (`Context.mem_free`)."""
         self.sync(poll)
         self._arena.free(address)
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Zero the allocation after all that is queued (`Context.mem_reuse`)."""
+        """Zero the allocation after all queued work (`Context.mem_reuse`)."""
         # A queued kernel may still use the old contents.
         self.sync(poll)
         ctypes.memset(address, 0, size_bytes)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
-        # Kernels before the copy may use the bytes, and their fault is the one to raise.
+        # Kernels before the copy may use the bytes. If one of them faults, raise that fault.
         self.sync(poll)
         source = data.cast("B")
         self._bytes_at(address, source.nbytes)[:] = source
@@ -367,7 +370,7 @@ class CpuContext:
     # --- Parking -----------------------------------------------------------------------------------------------
 
     def make_parkable(self, slice_bytes: int) -> None:
-        """Move the memory, which nothing uses yet, to where it is in every process (`Context.make_parkable`)."""
+        """Move the memory, still unused, to the address that it has in every process (`Context.make_parkable`)."""
         spin_s, yields = self._stream.spin_s, self._stream.yields
         if self._stream.close():
             self._close_memory()
@@ -380,7 +383,7 @@ class CpuContext:
         return self._parked.moved_bytes
 
     def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting) -> PageMove:
-        """Copy to host memory, and give the pages back (`Context.park`)."""
+        """Copy to host memory, and return the pages to the host (`Context.park`)."""
         return self._parked.park(host, ready, poll)
 
     def copy_ahead(self, host: memoryview, end: int) -> bool:
@@ -412,12 +415,12 @@ class CpuContext:
         return self._parked.lend_ring(ring)
 
     def parked_state(self) -> bytes:
-        """Return where every allocation is, without the events' stamps (`Context.parked_state`)."""
-        # Events keep their times when they leave, and the next event creates other stamps.
+        """Return the place of every allocation, without the events' stamps (`Context.parked_state`)."""
+        # Events keep their times when the session leaves, and the next event creates other stamps.
         return self._parked.state(self._stamps_at)
 
     def parked_regions(self) -> dict[int, tuple[int, int]]:
-        """Return where the regions' bytes are (`Context.parked_regions`)."""
+        """Return the places of the regions' bytes (`Context.parked_regions`)."""
         return self._parked.regions()
 
     def module_place(self, module: DriverModule) -> tuple[int, ...]:
@@ -486,11 +489,11 @@ class CpuContext:
         return self._regions.stray_accesses(address)
 
     def free_bytes(self) -> int:
-        """Return the rest of the largest card's memory; only differences mean something (`Context.free_bytes`)."""
+        """Return the unused part of the largest card's memory; only differences count (`Context.free_bytes`)."""
         return MAX_SLICE_BYTES - self._arena.allocated_bytes - self._regions.taken_bytes
 
     def mark(self, stream: int) -> Ticket:
-        """Note how much is queued (`Context.mark`)."""
+        """Record how much is queued (`Context.mark`)."""
         queued, _ = self._stream.progress()
         return _Position(self._stream, queued)
 
@@ -536,7 +539,7 @@ class CpuContext:
         return int.from_bytes(memory.bytes_at(event.address, STAMP_BYTES), "little")
 
     def adopt_event(self, time_ns: int) -> AdoptedEvent:
-        """Keep the event's time, which is all that it has (`Context.adopt_event`)."""
+        """Keep the event's time, which is its only state (`Context.adopt_event`)."""
         return AdoptedEvent(time_ns)
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
@@ -551,13 +554,13 @@ class CpuContext:
         return self._last_stream
 
     def stream_destroy(self, stream: int) -> None:
-        """Forget a stream, which holds nothing of its own (`Context.stream_destroy`)."""
+        """Forget a stream, which has no resources (`Context.stream_destroy`)."""
 
     def stream_select(self, stream: int) -> None:
         """Do nothing: every stream is the same queue (`Context.stream_select`)."""
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """Do nothing: one queue keeps the order anyway (`Context.stream_wait`)."""
+        """Do nothing: all streams share one queue, which keeps the order (`Context.stream_wait`)."""
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
         """Wait for the whole queue (`Context.stream_sync`)."""
@@ -587,10 +590,10 @@ class CpuContext:
         return module
 
     def forget_earlier(self) -> None:
-        """Do nothing: only the operator's folder holds other leases' code (`CpuDriver.recycle` drops the rest)."""
+        """Do nothing: other leases' code is only in the operator's folder; `CpuDriver.recycle` drops all other code."""
 
     def module_unload(self, module: DriverModule, poll: Poll = keep_waiting) -> None:
-        """Unload a module after all that is queued (`Context.module_unload`)."""
+        """Unload a module after all queued work (`Context.module_unload`)."""
         # After the wait no launch can name the module's kernels or variables.
         self.sync(poll)
         if not isinstance(module, CpuModule) or module not in self._modules:
@@ -599,7 +602,7 @@ class CpuContext:
         for kernel in module.kernels.values():
             del self._kernel_names[kernel.number]
         release(module.variable_addresses, self._arena)
-        # The module no longer holds its code, so the process may be over its bound.
+        # The module no longer holds its code, so the cached code may exceed its bound.
         drop_oldest_code()
 
     def compile_kernel(self, kernel: DriverKernel, threads: int) -> bool:
@@ -634,7 +637,7 @@ class CpuContext:
         )
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
-        """Choose how a waiting thread spends its time: spinning, yielding, or asleep (`Context.set_spinning`)."""
+        """Choose whether a waiting thread spins, yields or sleeps (`Context.set_spinning`)."""
         self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
 
     def native(self) -> NativeLaunch:
@@ -646,7 +649,7 @@ class CpuContext:
         return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, copy_in, copy_out, zero)
 
     def progress(self) -> CardProgress:
-        """Return the functions that show how much has run (`Context.progress`)."""
+        """Return the functions that report how much has run (`Context.progress`)."""
         code = stream_code()
         idle, mark, reached = map(code.address, ("idle", "mark", "reached"))
         # A wait is woken by the launch that ends it.
@@ -677,8 +680,8 @@ class CpuContext:
         return head + params, is_shared
 
     def _head(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
-        """Pack a launch's head; the bool says whether several threads are to run its blocks. Raises LaunchRejected."""
-        # Step 1: can this kernel run here at all?
+        """Pack a launch's head; the bool is whether several threads run its blocks. Raises LaunchRejected."""
+        # Step 1: check whether this kernel can run here at all.
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
         if kernel.refusal is not None:
@@ -686,7 +689,7 @@ class CpuContext:
             raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {reason}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
-        # Step 2: the shape, and shared memory. Dynamic shared memory lies after the static variables, aligned.
+        # Step 2: check the shape and shared memory. Dynamic shared memory follows the static variables, aligned.
         _check_shape(kernel, grid, block)
         shared = kernel.static_shared_bytes
         if shared_bytes:
@@ -700,7 +703,7 @@ class CpuContext:
         blocks = math.prod(grid)
         if blocks > 1 or kernel.needs.parks:
             spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
-        # Step 4: the head in the layout of native/structures.py; parameters follow it in the record.
+        # Step 4: make the head in the layout of native/structures.py; the parameters follow it in the record.
         head = LAUNCH_HEAD.pack(
             kernel.entry_for(blocks * math.prod(block)),
             blocks,
@@ -741,7 +744,7 @@ class CpuContext:
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
-        """Take the fault (`Context.fault`). First the launches after it are skipped, which takes microseconds."""
+        """Take the fault (`Context.fault`). First skip the launches after it, which takes microseconds."""
         if not self._stream.has_fault:
             return None
         # The fault record is stable only once the stream has stopped.
@@ -779,7 +782,7 @@ class CpuContext:
 
     def _text_at(self, address: int) -> str:
         """Return the null-terminated text at a device address, up to the first byte that may not be read."""
-        # Byte by byte: the text may end just before memory that belongs to no allocation.
+        # Read byte by byte, because the text may end just before memory that belongs to no allocation.
         text = bytearray()
         while len(text) < MAX_ASSERTION_TEXT:
             try:
@@ -813,17 +816,17 @@ class CpuContext:
 
 
 def _nothing() -> None:
-    """Prepare no marks: they are a part of the queue's state."""
+    """Prepare no marks, because they are part of the queue's state."""
 
 
 def _pass(kernel: DriverKernel) -> None:
-    """Remember nothing about a native launch: a slot of the queue names its kernel."""
+    """Record nothing about a native launch, because a slot of the queue names its kernel."""
 
 
 def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
-    """Raise LaunchRejected for a grid or block that no card, or not this kernel, would take."""
+    """Raise LaunchRejected for a grid or block that no card, or this kernel, would not accept."""
     x, y, z = grid
-    # The bounds of grid and block are those of every card. The kernel may set tighter ones.
+    # All cards have the same bounds of grid and block. The kernel may set tighter ones.
     if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
         raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
     x, y, z = block

@@ -1,4 +1,4 @@
-"""The embedded driver, as the daemon sees it (the interface's `Driver`)."""
+"""The embedded driver's implementation of the interface's `Driver`."""
 
 from functools import partial
 

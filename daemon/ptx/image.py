@@ -1,8 +1,8 @@
 """Translates an image, keeps its code, and loads it into a context (the interface's `Module` and `Kernel`).
 
-Every fault of an image is found when the image is loaded. If a kernel can't be translated, the reason is kept, and the
-kernel's launches are refused with it. If no kernel can be translated, the image is refused. Kernels are compiled when
-they are first launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls
+Every mistake in an image is found when the image is loaded. If a kernel can't be translated, the reason is kept, and
+the kernel's launches are refused with it. If no kernel can be translated, the image is refused. Kernels are compiled
+when they are first launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls
 functions by name, and finds variables in a table that each launch names. So this process or a later one can use it
 again (`daemon/native/code_cache.py`).
 """
@@ -50,13 +50,15 @@ from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.ptx.translate.module import Part, translate
 from gpulease.protocol.fast_dataclass import dataclass
 
-# The first four bytes of images that only a card accepts.
+# The first four bytes of the kinds of images that only a card accepts.
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """The facts about one kernel that loading needs. They are plain values, because they are kept between processes.
+    """The facts about one kernel that are needed to load it.
+
+    They are plain values, because they are kept between processes.
 
     Attributes:
         required_block: The block that the kernel's .reqntid demands, or None.
@@ -158,7 +160,7 @@ def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
 
 def _decode(image: bytes) -> str:
     """Return the PTX text. Raises ImageRejected for a binary, and for text that is too long or not UTF-8."""
-    # A binary gets a hint, since it would run on a card.
+    # Give a hint for a binary, because it would run on a card.
     kind = _BINARY_MAGICS.get(image[:4])
     if kind is not None:
         raise ImageRejected(
@@ -167,7 +169,7 @@ def _decode(image: bytes) -> str:
         )
     if len(image) > MAX_IMAGE_BYTES:
         raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
-    # PTX from a C string ends in null bytes; managed variables need a card's page faults.
+    # Remove the null bytes at the end of PTX from a C string. Managed variables need a card's page faults.
     text = text_of(image)
     refuse_managed_text(text)
     try:
@@ -185,7 +187,7 @@ def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
         if function.name in needs and not needs[function.name].fit(_max_threads(function)):
             reason = f"a block of {_max_threads(function)} threads keeps more than there is room for"
             tree.refusals[function.name] = rejected(reason, line=function.line)
-    # Raises if this left no kernel.
+    # Raises if no kernel is left.
     tree.check()
     cooperative = cooperative_kernels(tree)
     return tuple(
@@ -290,7 +292,7 @@ def _kept_image(key: bytes) -> TranslatedImage | None:
 
 
 def _keep(key: bytes, translated: TranslatedImage) -> None:
-    # A constant of more than 64 bits can't be kept; no compiler writes one.
+    # An image with a constant of more than 64 bits can't be kept; no compiler writes such a constant.
     with suppress(OverflowError):
         keep(key, translated.to_bytes())
 
@@ -380,14 +382,14 @@ class CpuKernel:
 
     @property
     def is_due(self) -> bool:
-        """Say whether its first code has run for so long that it is to be optimised (`DriverKernel.is_due`)."""
+        """Return whether its first code has run for so long that it should be optimised (`DriverKernel.is_due`)."""
         return int(self.running.first_code_ns) < 0
 
     def entry_for(self, threads: int) -> int:
         """Return the host address of its runner for a launch of this many threads. Raises LaunchRejected.
 
-        Compiles the kernel before its first launch, and optimises it before a launch that its first code is too slow
-        for: one of many threads, or one after the first code has run for long.
+        Compiles the kernel before its first launch. Optimises it before a launch for which the first code is too slow:
+        a launch of many threads, or any launch once the first code has run for long.
         """
         running = self.running
         left_ns = running.first_code_ns
@@ -398,7 +400,7 @@ class CpuKernel:
         return int(running.entry)
 
     def figures(self) -> Figures:
-        """Return what its variables leave of a block's shared memory, and the bytes of its local windows."""
+        """Return how much of a block's shared memory its variables leave free, and the bytes of its local windows."""
         return Figures(
             self.static_shared_bytes,
             MAX_SHARED_BYTES - self.dynamic_shared_offset,
@@ -444,14 +446,14 @@ def load(
     `place` describes a module from another context, whose variables, with their contents, are in the arena already. The
     image must match it.
     """
-    # Step 1: the code, perhaps from the cache, and the caller's consent to the memory it takes.
+    # Step 1: get the code, perhaps from the cache, and the caller's consent to the memory that it takes.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)
     addresses = _place(variables, arena) if place is None else place.addresses
     handles = _handles_of(code, place)
-    # Step 2: variables have addresses now; addressed functions get handles; then initialisers are filled in.
+    # Step 2: the variables have addresses now. Give handles to the addressed functions, then fill in the initialisers.
     names = [variable.name for variable in variables]
     address_of = dict(zip(names, addresses, strict=True))
     if place is None:

@@ -1,4 +1,4 @@
-"""A part of an image: its IR, and native code from the first launch of one of its kernels.
+"""A part of an image: its IR, and from the first launch of one of its kernels also native code.
 
 Most kernels of a large module are never launched, and LLVM takes ten times as long as parsing and translating. So an
 image is parsed, translated and perhaps refused when it is loaded, and each part is compiled on demand. IR is kept
@@ -27,7 +27,7 @@ _COMPRESSION = 1
 FIRST_EFFORTS: Final[Mapping[Effort, Effort]] = {
     Effort.FULL: Effort.FIRST,
     Effort.FEW: Effort.FIRST,
-    # As with its own effort, nothing is inlined: the code is long.
+    # As in full compilation, nothing is inlined, because the code is long.
     Effort.SOME: Effort.LEAST,
 }
 """The effort for a part's first code, by its full effort, which takes several times as long. Parts with another effort
@@ -86,7 +86,7 @@ class PartCode:
 
     def __init__(self, source: PartSource) -> None:
         self._source = source
-        # A launch may still run the first code while later ones run the optimised code, so both are kept.
+        # Keep both codes, because a launch may still run the first code while later ones run the optimised code.
         self._first: NativeCode | None = None
         self._optimised: NativeCode | None = None
         self.size_bytes = len(source.packed)
@@ -112,8 +112,8 @@ class PartCode:
         return self._code(is_hot=is_hot).address(symbol)
 
     def _code(self, *, is_hot: bool) -> NativeCode:
-        # Three places for each code, cheapest first: this process, the directory of kept code, LLVM. Optimised code
-        # that another process has made is taken at once.
+        # Look for each code in this process, then in the directory of kept code, and only then compile it. Use
+        # optimised code at once if another process has made it.
         if self._optimised is None and (is_hot or self._first is None):
             data = read_kept(self._source.key)
             if data is None and (is_hot or self._source.is_once):

@@ -1,7 +1,7 @@
 """Bounds of the driver, and the refusal of an image that exceeds one.
 
-A tenant writes the PTX, so everything that a tenant can make large has a bound here. Units are in the names. Each limit
-names the attack that it stops, or the card whose limit it is.
+A tenant writes the PTX, so everything that a tenant can make large has a bound here. The names contain the units. The
+comment of each limit names the attack that it stops, or the card that has the same limit.
 """
 
 from gpulease.daemon.drivers.interface import ImageRejected
@@ -9,7 +9,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 
 def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hint: str = "") -> ImageRejected:
     """Return the refusal of one line; `text` is that line's source, `kernel` the function that contains it."""
-    # The log shows the source on a separate line, the message on the same line.
+    # The log shows the source on a separate line; the message contains it in the same line.
     excerpt = " ".join(text.split())[:200]
     place = f" of kernel {kernel}" if kernel else ""
     position = f"line {line}{place}: " if line else ""
@@ -27,7 +27,7 @@ MAX_IMAGE_BYTES = 16 * 1024 * 1024
 # Blocks within blocks: stops text like "{{{{" from growing the scope stack without end.
 MAX_BLOCK_DEPTH = 64
 
-# Stops `%r<999999999>`: ranges are never expanded in memory, but a number beyond that of any real kernel is an attack.
+# Stops `%r<999999999>`. Ranges are never expanded in memory, but a number larger than in any real kernel is an attack.
 MAX_REGISTERS_PER_RANGE = 1 << 20
 
 # Bounds the compile time and memory of one kernel: generic accesses, the worst case, then take 13 s and 1.7 GB.
@@ -44,7 +44,7 @@ MAX_WATCHING_INSTRUCTIONS = 8192
 # Each function takes a compiled function and a table entry.
 MAX_FUNCTIONS = 4096
 
-# Registers that occur in a function: each becomes a stack slot before optimisation.
+# Registers that occur in a function. Each becomes a stack slot before optimisation.
 MAX_REGISTERS_PER_FUNCTION = 1 << 16
 
 # Digits of one number: Python's int() is quadratic in them. 64 binary digits and a prefix fit.
@@ -59,7 +59,8 @@ MAX_OPERANDS = 64
 # Liveness over a kernel with barriers costs registers x blocks bits; this many are 32 MiB.
 MAX_LIVENESS_BITS = 1 << 28
 
-# Visits of a block while liveness settles: real kernels need a few per block, made-up ones can need millions.
+# Visits of blocks during the liveness analysis. Real kernels need a few for each block; a hostile kernel can need
+# millions.
 MAX_LIVENESS_VISITS = 1 << 20
 
 # Values that LLVM merges where paths join, in one function: each takes about 4 KB and 10 us. 100 KB of text with 1000
@@ -70,17 +71,18 @@ MAX_MERGES = 1 << 18
 # addition of a vector to memory 267. Leaves room for MAX_INSTRUCTIONS generic accesses.
 MAX_IR_LINES = 1_800_000
 
-# The same for all kernels of an image together, which take memory and time when it is loaded.
+# The same limit for all kernels of an image together, which take memory and time when the image is loaded.
 MAX_IMAGE_IR_LINES = 2 * MAX_IR_LINES
 
 # The time to optimise grows with the square of a kernel's checked accesses: 256 in a loop take 2 s, 4000 took minutes
-# and gigabytes. Kernels beyond these numbers are compiled without optimisation, in linear time. So are the kernels of
-# an image that call functions if their sum is larger, because they are compiled together.
+# and gigabytes. Kernels beyond these numbers are compiled without optimisation, in linear time. The same applies to all
+# kernels of an image that call functions if their sum is larger, because they are compiled together.
 MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
 MAX_OPTIMISED_CALLING_ACCESSES = 2048
 
-# Kernels that call nothing and have up to this many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
+# Kernels that call no function and have up to this many accesses are at least simplified: 1024 take 3 to 5 s, 4000 took
+# 36 s.
 MAX_SIMPLIFIED_ACCESSES = 1024
 
 # Lines of IR of a kernel that is optimised. LLVM's time to select and order a block's instructions grows with the
@@ -97,16 +99,18 @@ FIRST_CODE_NS = 100_000_000
 FIRST_CODE_NS_PER_BYTE = 25_000
 FIRST_CODE_NS_PER_SIMPLIFIED_BYTE = 7_000
 
-# Threads of a launch for which a kernel is optimised at once: a million threads in the first code would take as long.
+# Threads of a launch for which a kernel is optimised at once: running a million threads in the first code would take as
+# long as optimising it.
 MAX_FIRST_CODE_THREADS = 1 << 20
 
-# Functions that a kernel reaches: optimising follows calls, and a chain of 2000 takes minutes.
+# Functions that a kernel reaches. The optimiser follows calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
 
-# Steps along calls to find what each kernel reaches: hostile images could make it kernels times functions.
+# Steps along calls to find the functions that each kernel reaches. A hostile image could require kernels times
+# functions of them.
 MAX_CALL_GRAPH_STEPS = 1 << 19
 
-# Bytes of the .param variables of all calls in one function: before optimisation, each of them is in the function's
+# Bytes of the .param variables of all calls in one function. Before optimisation, all of them are in the function's
 # frame.
 MAX_CALL_BYTES = 1 << 18
 
@@ -116,8 +120,8 @@ MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------
 
-# Compressed IR and object code kept in a process after its modules are gone: a tenant that loads image after image is
-# bounded by this.
+# Compressed IR and object code kept in a process after its modules are gone. Bounds a tenant that loads image after
+# image.
 MAX_HELD_CODE_BYTES = 64 << 20
 
 # --- Calls -----------------------------------------------------------------------------------------------------
@@ -127,7 +131,8 @@ MAX_HELD_CODE_BYTES = 64 << 20
 MAX_CALL_STACK_BYTES = 16 << 20
 STREAM_STACK_BYTES = 32 << 20
 
-# Most bytes of a function's frame per line of IR, for spilled values; in optimised code, these may be vectors.
+# Maximum number of bytes of a function's frame per line of IR, for spilled values; in optimised code, these may be
+# vectors.
 FRAME_BYTES_PER_LINE = 16
 OPTIMISED_FRAME_BYTES_PER_LINE = 256
 MAX_FRAME_BYTES = 8 << 20
@@ -144,24 +149,25 @@ MAX_THREADS_PER_BLOCK = 1024
 MAX_BLOCK_DIMS = (1024, 1024, 64)
 MAX_GRID_DIMS = (2**31 - 1, 65535, 65535)
 
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": what a kernel's variables may take, and
-# what a block of a 9.0 card may have with dynamic shared memory on top.
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": the maximum for a kernel's variables,
+# and the maximum for a block on a 9.0 card, including dynamic shared memory.
 MAX_STATIC_SHARED_BYTES = 48 * 1024
 MAX_SHARED_BYTES = 227 * 1024
 
 # Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
 MAX_LOCAL_BYTES = 64 * 1024
 
-# Most bytes that a running function may take of its stack by alloca. A card's default for a thread's whole stack is
-# 1 KiB, which each of a block's thousand threads has.
+# Maximum number of bytes that a running function may allocate on its stack by alloca. A card's default for a thread's
+# whole stack is 1 KiB, and each of a block's thousand threads has one.
 MAX_STACK_BYTES = 16 << 10
 
-# Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
+# Registers that a thread keeps across a barrier. A card has 255 of them and spills the rest; 2048 of 8 bytes are 16 MiB
+# per block.
 MAX_LIVE_REGISTERS = 2048
 
-# Registers saved and brought back at all waits of a kernel together: each is four lines of IR, so thousands of barriers
-# with thousands of live registers would be gigabytes: this many take 15 s to compile. Kernels that are one product of
-# matrices after another have up to 256 at each of hundreds.
+# Registers saved and restored at all waits of a kernel together. Each takes four lines of IR, so thousands of barriers
+# with thousands of live registers would take gigabytes. This many take 15 s to compile. Kernels with many matrix
+# products have up to 256 live registers at each of hundreds of waits.
 MAX_SAVED_REGISTERS = 250_000
 
 # Kernels longer than this, in instructions and in lines of IR, are compiled for one thread at a time. Code for lanes
@@ -171,13 +177,13 @@ MAX_SAVED_REGISTERS = 250_000
 MAX_LANE_INSTRUCTIONS = 2048
 MAX_LANE_LINES = 40_000
 
-# Accesses and waits of a kernel that is compiled for lanes. Such code is optimised without the passes that take time in
-# the square of this number.
+# Accesses and waits of a kernel that is compiled for lanes. Such code is optimised without the passes whose time grows
+# with the square of this number.
 MAX_LANE_ACCESSES = 384
 
-# Blocks of a kernel that is translated for lanes. Each block has a mask that the paths through all other blocks carry
-# along: 64 blocks, made of jumps back, take 0.2 s to compile, 128 one second, 250 minutes. nvcc's kernels have tens, of
-# which few separate the lanes.
+# Blocks of a kernel that is translated for lanes. Each block has a mask that must be carried through all other blocks:
+# 64 blocks that jump back take 0.2 s to compile, 128 blocks 1 s, 250 blocks minutes. nvcc's kernels have tens, of which
+# few separate the lanes.
 MAX_LANE_BLOCKS = 128
 
 # Registers that threads in lanes save and restore at all barriers together. Each save and each restore is a line or two
@@ -192,13 +198,14 @@ MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
 # A module's heap for malloc in kernels: CUDA's default. It counts against the slice.
 HEAP_BYTES = 8 << 20
 
-# Most bytes that kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
+# Maximum number of bytes, as records and as text, that kernels may print between two waits for them: the default size
+# of CUDA's buffer.
 MAX_PRINT_BYTES = 1 << 20
 
-# Bytes of one format or one string.
+# Maximum number of bytes of one format or one string.
 MAX_PRINT_TEXT = 4096
 
-# Each text of a failed assertion.
+# Maximum number of bytes of each text of a failed assertion.
 MAX_ASSERTION_TEXT = 512
 
 # A field's width or precision: `%2000000000d` would be 2 GB.
@@ -206,25 +213,25 @@ MAX_PRINT_WIDTH = 1024
 
 # --- Blocks on several cores -----------------------------------------------------------------------------------
 
-# Threads of the host that run blocks: each has a stack; kernels that keep more busy are rare.
+# Host threads that run blocks. Each has a stack, and kernels that could use more threads are rare.
 MAX_HOST_THREADS = 64
 
 # Blocks that run at a time, so that they may wait for one another: about 8 for each multiprocessor of a large card. The
-# parts of these areas that they touch are host memory outside of any slice, so there are separate bounds: room for four
-# blocks with the maximum of local memory, and for 215 with the maximum of shared memory, of which a large card holds
-# 132.
+# parts of their areas that they touch are host memory outside of any slice, so these have separate bounds: room for
+# four blocks with the maximum local memory, and for 215 blocks with the maximum shared memory (a large card has room
+# for 132 of these).
 MAX_RESIDENT_BLOCKS = 1024
 RESIDENT_SHARED_BYTES = 48 << 20
 RESIDENT_LOCAL_BYTES = 256 << 20
 RESIDENT_FRAME_BYTES = 80 << 20
 
-# Into how many parts a launch is cut for each thread, so that all end at about the same time; and blocks in a part at
-# most, so that the others stop soon after a fault.
+# Number of parts per thread into which a launch is cut, so that all threads end at about the same time; and the maximum
+# number of blocks of a part, so that the other threads stop soon after a fault.
 CHUNKS_PER_THREAD = 16
 MAX_CHUNK_BLOCKS = 64
 
-# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking one costs about 5 us, and it
-# starts another 5 us later.
+# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking a thread costs about 5 us,
+# and it starts to work after another 5 us.
 WAKE_NS = 20_000
 
 # How often an idle thread polls for more work, yielding the core in between (about 0.3 us), before it sleeps.
@@ -232,17 +239,18 @@ HELPER_YIELDS = 64
 
 # --- The stream ------------------------------------------------------------------------------------------------
 
-# Launches queued before `launch` waits: deep enough to hide a waking thread, small enough to drain fast.
+# Launches that can be queued before `launch` waits: enough to hide the time in which a thread wakes up, few enough to
+# end soon.
 QUEUE_DEPTH = 1024
 
-# How long a waiter polls the counter before it sleeps, seconds: longer than a small kernel takes.
+# How long a waiter polls the counter before it sleeps, in seconds: longer than a small kernel takes.
 SPIN_S = 50e-6
 
-# How often a sleeping waiter wakes to poll, nanoseconds.
+# Interval at which a sleeping waiter wakes up to poll, in nanoseconds.
 POLL_INTERVAL_NS = 1_000_000
 
 # How long the stream's thread polls for more work before it sleeps, in rounds of about 40 ns.
 IDLE_SPINS = 512
 
-# How long `close` waits for a kernel that is still running, seconds, before it leaves it to the process's end.
+# How long `close` waits for a running kernel, in seconds. After that the kernel ends with the process.
 CLOSE_WAIT_S = 0.2

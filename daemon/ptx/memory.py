@@ -38,11 +38,12 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 PARKABLE_ADDRESS = 0x1000_0000_0000
 """Where the memory of a parkable session begins, if the address is free. The address is the same in every worker, so
-the session's pointers stay valid. It is far from what a process maps by itself, and from a CUDA session's pages."""
+the session's pointers stay valid. It is far from the addresses that a process maps by itself, and from a CUDA session's
+pages."""
 
 
 class Mapping:
-    """Anonymous, zeroed pages at an address that does not change; the host provides each page when it is first touched.
+    """Anonymous, zeroed pages at a fixed address; the host provides each page when it is first touched.
 
     Raises:
         DriverError: The host denies this process the address space.
@@ -58,7 +59,7 @@ class Mapping:
             ) from None
         self.size_bytes = size_bytes
         self.view = memoryview(self._map)
-        # The buffer's address, without keeping a pointer that would stop `close`.
+        # Get the buffer's address without keeping a pointer, which would prevent `close`.
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
         del anchor
@@ -159,12 +160,12 @@ class Areas:
         self.address = ctypes.addressof(self._environments)
 
     def spread(self, needs: KernelNeeds, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
-        """Choose how a launch of blocks that each fit is divided among `hosts` threads."""
-        # There is nothing to divide, and no block can wait for a later one.
+        """Choose how a launch is divided among `hosts` threads. Each of its blocks must fit an area."""
+        # Run blocks that never wait for each other in order, if there is only one thread or one block.
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
-        # A block that may be set aside is handed out alone. Others are handed out in chunks, so that threads rarely
-        # compete for the counter.
+        # Hand out blocks that may be set aside one at a time. Hand out others in chunks, so that threads rarely compete
+        # for the counter.
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
         local, frames = needs.areas(threads)
@@ -182,8 +183,8 @@ class Areas:
         self._memory.close()
 
 
-# Bytes after each allocation, in its block, that stay forbidden. So the smallest allocation of a class has one byte
-# more than the largest that fits a block of half the size.
+# Bytes of a block after its allocation, which no kernel may touch. The smallest allocation of a class is therefore one
+# byte larger than the largest that fits a block of half the size.
 _RED_ZONE_BYTES = GRANULE_BYTES
 
 # Number of whole slices for which each class has enough blocks: one for the lease's allocations, one for modules'
@@ -243,7 +244,7 @@ class _SizeClass:
         return self._fresh - self.start
 
     def restore(self, used: "set[int]", used_bytes: int) -> None:
-        """Take over another arena's state: its used blocks, and the bytes in which it has handed out blocks."""
+        """Adopt another arena's state: its used blocks, and the bytes in which it has handed out blocks."""
         self._fresh = self.start + used_bytes
         self._freed = [at for at in range(self.start, self._fresh, self.block_bytes) if at not in used]
 
@@ -258,7 +259,7 @@ _FIRST_SHIFT = _shift_of(1)
 
 def _mapped(size_bytes: int, at: int) -> "Mapping | PlacedMapping":
     if at:
-        # If those addresses are taken already, the session can be parked, but can't leave its process.
+        # If these addresses are already in use, the session can be parked, but can't leave its process.
         with contextlib.suppress(DriverError):
             return PlacedMapping(size_bytes, at)
     return Mapping(size_bytes)
@@ -282,7 +283,7 @@ class MemoryArena:
 
     def __init__(self, slice_bytes: int, at: int = 0) -> None:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
-            raise DriverError(f"a slice has 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
+            raise DriverError(f"a slice must have 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
         # Step 1: lay the size classes out one after the other, from the smallest to the one that fits the whole slice.
         self._classes: list[_SizeClass] = []
@@ -308,7 +309,7 @@ class MemoryArena:
     def allocate(self, size_bytes: int) -> int:
         """Allocate zeroed bytes and return their address. Raises OutOfMemory."""
         if size_bytes <= 0:
-            raise DriverError(f"an allocation has at least 1 byte, not {size_bytes}")
+            raise DriverError(f"an allocation must have at least 1 byte, not {size_bytes}")
         if size_bytes > self._slice_bytes:
             raise OutOfMemory(f"{size_bytes} bytes are more than the slice's {self._slice_bytes}")
         offset = self._classes[_shift_of(size_bytes) - _FIRST_SHIFT].take()
@@ -348,7 +349,7 @@ class MemoryArena:
         raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
 
     def miss_text(self, address: int, size: int) -> str:
-        """Say in words which allocation an access just misses; "" if there is none on either side."""
+        """Describe the allocation that is closest to a failed access; "" if there is none on either side."""
         offset = address - self.memory.address
         if not 0 <= offset < self._classes[-1].end:
             return ""
@@ -372,7 +373,7 @@ class MemoryArena:
         self._mark(address - self.memory.address, size_bytes)
 
     def take_back(self, address: int, size_bytes: int) -> None:
-        """Forbid a region's memory, and give its pages, and those of its shadow, back to the host."""
+        """Forbid a region's memory, and return its pages, and those of its shadow, to the host."""
         # Step 1: release the pages of the shadow that have entries of this region only, which zeroes them.
         offset = address - self.memory.address
         first, end = (at // GRANULE_BYTES * _SHADOW_ENTRY_BYTES for at in (offset, offset + size_bytes))
@@ -384,7 +385,7 @@ class MemoryArena:
         self.shadow.view[first:inner] = bytes(inner - first)
         self.shadow.view[inner_end:end] = bytes(end - inner_end)
         for page in {at // mmap.PAGESIZE * mmap.PAGESIZE for at in (first, end)}:
-            # Step 3: a shared page goes back with the last of its entries.
+            # Step 3: release a shared page together with the last of its entries.
             entries = bytes(self.shadow.view[page : page + mmap.PAGESIZE])
             if entries == bytes(len(entries)):
                 self.shadow.discard(page, len(entries))

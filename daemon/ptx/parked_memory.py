@@ -1,7 +1,7 @@
-"""Parking on the embedded driver: allocations and regions are copied to other memory, and their pages are given back.
+"""Parking on the embedded driver: copies allocations and regions to other memory, and returns their pages to the host.
 
-The addresses stay reserved, and the shadow table is unchanged; no kernel runs meanwhile. Where an allocation is in the
-copy is noted by its address, so that a region that ends while it is parked can be zeroed there.
+The addresses stay reserved, the shadow table is unchanged, and no kernel runs while they are parked. The place of each
+in the copy is recorded by its address, so that a region that ends while it is parked can be zeroed in the copy.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ class _CopyAhead:
 
     Attributes:
         host: The host memory.
-        places: The place there of each allocation and region, and its size, by its offset.
-        steps: Of each step that is not copied yet, its offset, its place and its size.
+        places: The place of each allocation and region in `host`, and its size, by its offset.
+        steps: The offset, place and size of each step that is not copied yet.
     """
 
     host: memoryview
@@ -54,7 +54,7 @@ class ParkedMemory:
         self._arena = arena
         self._regions = regions
         self._host: memoryview | None = None
-        # Of each allocation and region, by its offset in the arena: where its bytes are, and how many.
+        # By the offset in the arena of each allocation and region: the place of its bytes, and their number.
         self._saved: dict[int, tuple[int, int]] = {}
         self._ahead: _CopyAhead | None = None
         # The ring through which another context lends its bytes, and the offset and size of each range that comes
@@ -78,13 +78,13 @@ class ParkedMemory:
         """
         began_ns = time.monotonic_ns()
         if len(host) < self.moved_bytes:
-            raise DriverError(f"{self.moved_bytes} bytes have no room in the {len(host)} of the host memory")
-        # Step 1: the copy, of what was not copied ahead to this memory.
+            raise DriverError(f"{self.moved_bytes} bytes must fit the host memory, which has {len(host)}")
+        # Step 1: copy all steps that were not copied ahead to this memory.
         ahead, self._ahead = self._copy_ahead_to(host), None
         moved_bytes, saved = self.moved_bytes, ahead.places
         for step in ahead.steps:
             self._save_step(host, step, ready, poll)
-        # Step 2: the pages.
+        # Step 2: release the pages.
         copied_ns = time.monotonic_ns()
         self._host, self._saved = host, saved
         self._arena.discard_all()
@@ -100,7 +100,7 @@ class ParkedMemory:
         return not ahead.steps
 
     def _copy_ahead_to(self, host: memoryview) -> _CopyAhead:
-        """Return the copy to this memory; a new one if there is none, or if what it copies has other places by now."""
+        """Return the copy to this memory; a new one if there is none, or if the bytes have other places by now."""
         places = self._places()
         if self._ahead is None or self._ahead.host is not host or self._ahead.places != places:
             self._ahead = _CopyAhead(host, places, deque(_steps_of(places)))
@@ -110,7 +110,10 @@ class ParkedMemory:
         self._ahead = None
 
     def _save(self, host: memoryview, poll: Poll) -> dict[int, tuple[int, int]]:
-        """Copy everything to `host`. Returns where each allocation and region is there, and its size, by its offset."""
+        """Copy everything to `host`.
+
+        Returns the place there of each allocation and region, and its size, by its offset.
+        """
         saved = self._places()
         for step in _steps_of(saved):
             self._save_step(host, step, _ignore_end, poll)
@@ -150,17 +153,17 @@ class ParkedMemory:
         return [fd]
 
     def lend_ring(self, ring: CopyRing) -> RingEnd:
-        """Lend everything through a ring; return the end that fills it."""
+        """Lend everything through a ring; return the side that fills it."""
         self._saved = self._places()
         return self._end(ring, [(offset, size) for offset, (_, size) in self._saved.items()], fills=True)
 
     def _end(self, ring: CopyRing, items: Sequence[tuple[int, int]], *, fills: bool) -> RingEnd:
-        """Return an end that copies the bytes at these offsets, of these sizes, into a ring or out of it."""
+        """Return a side that copies the bytes at these offsets, of these sizes, into a ring or out of it."""
 
         def copy(batch: Batch, buffer: int) -> None:
             for part in batch:
                 offset, _ = items[part.item]
-                # Nothing is copied for a region that has ended meanwhile: its bytes are zeros.
+                # Nothing is copied for a region that has ended by then: its bytes are zeros.
                 if offset in self._saved:
                     address, place = self._arena.memory.address + offset + part.start, buffer + part.at
                     target, source = (place, address) if fills else (address, place)
@@ -179,12 +182,14 @@ class ParkedMemory:
         return packed
 
     def regions(self) -> dict[int, tuple[int, int]]:
-        """Return where the bytes of each active region are, and how many, by address."""
+        """Return the place and the number of the bytes of each active region, by address."""
         start = self._arena.memory.address
         return {address: self._saved[address - start] for address, _ in self._regions.active()}
 
     def adopt(self, state: bytes, host: memoryview, lent_fds: Sequence[int] = (), ring: CopyRing | None = None) -> None:
-        """Enter another context's parked state, with its bytes in `host`, or in what it has lent. Raises ImageMismatch.
+        """Enter another context's parked state, with its bytes in `host` or in the memory that it has lent.
+
+        Raises ImageMismatch.
 
         Args:
             state: The state.
@@ -258,7 +263,7 @@ def _mapped(lent_fds: Sequence[int]) -> memoryview:
             raise ImageMismatch(f"it has lent {len(lent_fds)} pieces of memory, not one")
         return memoryview(mmap.mmap(lent_fds[0], 0, flags=mmap.MAP_PRIVATE))
     except (OSError, ValueError) as error:
-        raise ImageMismatch(f"what it has lent can't be mapped: {error}") from None
+        raise ImageMismatch(f"the memory that it has lent can't be mapped: {error}") from None
     finally:
         for fd in lent_fds:
             os.close(fd)

@@ -1,7 +1,7 @@
 """Format kernels' output: from the records of native code (translate/vprintf.py) to text, as CUDA's printf does.
 
-A record holds the bytes of the format. After the last byte of each conversion come the values that it takes: 8 bytes
-each, and after a string's address the string's bytes. A decoder that parses the format as the writer did finds them.
+A record holds the bytes of the format. After the last byte of each conversion follow its values, of 8 bytes each, and
+after a string's address the string's bytes. To find them, a decoder parses the format as the writer did.
 """
 
 import ctypes
@@ -46,7 +46,10 @@ class PrintBuffer:
         self._head.capacity = MAX_PRINT_BYTES
 
     def take(self) -> list[tuple[int, str]]:
-        """Return the texts so far, each with its kernel's number, and empty the buffer. No kernel may run meanwhile."""
+        """Return the texts so far, each with its kernel's number, and empty the buffer.
+
+        No kernel may run during this call.
+        """
         head = self._head
         if not head.used and not head.dropped:
             return []
@@ -112,7 +115,7 @@ def render(record: bytes) -> str:
     output = bytearray()
     conversion: _Conversion | None = None
     position = 0
-    # The format ends at its null byte. Outside of a conversion bytes are copied.
+    # The format ends at its null byte. Copy bytes outside of conversions.
     while position < len(record) and record[position]:
         byte = record[position]
         position += 1
@@ -122,7 +125,7 @@ def render(record: bytes) -> str:
             else:
                 output.append(byte)
             continue
-        # Inside a conversion. Native code has put a value after each byte that takes one.
+        # This byte is inside a conversion. Native code has put a value after each byte that takes one.
         mark = MARKS[byte]
         value = int.from_bytes(record[position : position + 8], "little")
         if mark in (Mark.STAR, Mark.INTEGER, Mark.WIDE, Mark.STRING):
@@ -153,7 +156,7 @@ def render(record: bytes) -> str:
 
 def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
     letter = bytes([kind])
-    # %n would write to memory: CUDA's printf ignores it too.
+    # Ignore %n, which would write to memory, as CUDA's printf does.
     if letter == b"n":
         return b""
     if letter == b"c":
@@ -196,7 +199,7 @@ def _layout(conversion: _Conversion) -> tuple[bytes, int, int | None]:
 
 
 def _count(text: bytes, stars: Iterator[int]) -> int:
-    # Read at most nine digits: the caller bounds the number, and a longer one must not take time.
+    # Read at most nine digits, because the caller bounds the number and a longer one must not take time.
     if text[:1] == b"*":
         return next(stars, 0)
     digits = text[: len(text) - len(text.lstrip(b"0123456789"))][:9]

@@ -1,8 +1,8 @@
-"""Regions on the embedded driver. They get the addresses after the arena's allocations, each address only once.
+"""Regions on the embedded driver. They get the addresses after the arena's allocations, and no address is used twice.
 
 At its end, a region is removed from the shadow table, and its pages are returned to the host. Generated code that finds
 nothing in the shadow table asks the table here (translate/access.py): in an ended region a load gives zeros, a store
-goes nowhere, an atomic operation gives zero, and each is counted.
+has no effect, an atomic operation gives zero, and each access is counted.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ class EmbeddedRegions:
     """The regions of one context, with the context's methods for them (drivers/interface.py).
 
     Attributes:
-        address: Where generated code finds the `Returned`.
+        address: The address at which generated code finds the `Returned`.
         taken_bytes: Bytes of the regions that have not ended.
     """
 
@@ -84,7 +84,7 @@ class EmbeddedRegions:
         size_bytes = self._ended.pop(address, None)
         if size_bytes is None:
             raise DriverError(f"{address:#x} is not the address of an ended region")
-        # A zero word means: in no ended region.
+        # A zero word means that the granule is in no ended region.
         self._fill_table(address, size_bytes, 0)
 
     def covers(self, address: int) -> bool:

@@ -1,11 +1,11 @@
 """Queue launches for native threads: a ring that the caller fills and one thread empties, with helper threads.
 
 The stream's thread never needs Python's lock, so a caller that computes or spins in Python does not delay it. The
-caller writes a slot, then posts a semaphore; it reads the progress from a counter in shared memory.
+caller writes a slot and posts a semaphore. It reads the progress from a counter in shared memory.
 
 Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if the
-launch takes longer than waking them. It decides this by how long the kernel's blocks took last time, and by the blocks
-that it has run itself in the meantime (native/team.ll).
+launch takes longer than waking them. It decides this by the time that the kernel's blocks took at the last launch, and
+by the blocks that it has run itself since the launch began (native/team.ll).
 """
 
 import ctypes
@@ -35,7 +35,7 @@ from gpulease.daemon.ptx.memory import Mapping
 from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, StreamState, Team
 from gpulease.protocol.time_units import NS_PER_S
 
-# How many host threads may run a worker's blocks; an operator's setting.
+# The operator's setting for the number of host threads that may run a worker's blocks.
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
 
 _LIBC = ctypes.CDLL(None)
@@ -62,9 +62,9 @@ def host_threads() -> int:
 class NativeThread:
     """A thread, unknown to Python, that runs a native function with one argument.
 
-    Python's own threads are detached, so glibc keeps the stack of the last thread that ended, with whatever kernels
-    left there, for the next thread. The stack of a joined thread is returned to the host if glibc caches no stacks (see
-    daemon/host/heap_wipe.py).
+    Python's own threads are detached, so glibc keeps the stack of the last thread that ended, with the data that
+    kernels left there, for the next thread. The stack of a joined thread is returned to the host if glibc caches no
+    stacks (see daemon/host/heap_wipe.py).
 
     Raises:
         RuntimeError: The host gives this process no more threads.
@@ -93,8 +93,8 @@ class Helpers:
     """The helper threads of one stream; none runs until `start`.
 
     Args:
-        environments: Address of the environments that blocks run in.
-        hosts: How many threads run blocks, including the stream's thread.
+        environments: Address of the environments in which blocks run. hosts: Number of threads that run blocks,
+            including the stream's thread.
     """
 
     def __init__(self, environments: int, hosts: int) -> None:
@@ -109,7 +109,7 @@ class Helpers:
         """Start the helpers if none run. Call it before a launch that they could share is queued."""
         if self._threads or not self._count:
             return
-        # A second start must not find counts or posts that remain from the first.
+        # Reset counts and posts that remain from an earlier start.
         self.team.ending = self.team.idle = 0
         for semaphore in (self._work, self._done):
             _LIBC.sem_init(semaphore, 0, 0)
@@ -150,7 +150,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# Calls through _LIBC release Python's lock meanwhile; those through _QUICK are too short for that to pay.
+# Calls through _LIBC release Python's lock; calls through _QUICK are too short for that to be worthwhile.
 
 _QUICK = ctypes.PyDLL(None)
 
@@ -158,7 +158,8 @@ _QUICK = ctypes.PyDLL(None)
 @cache
 def stream_code() -> NativeCode:
     """Return the native loops, compiled once per process. Starts no thread."""
-    # The loops call libc by these names; the linker of generated code looks nothing up on its own.
+    # The loops call libc by these names, which must be registered, because the linker of generated code does not search
+    # libc.
     for name in ("sem_wait", "sem_trywait", "sem_post", "sched_yield"):
         bind_symbol(f"gpulease_{name}", getattr(_LIBC, name))
     texts = [files(native).joinpath(name).read_text("ascii") for name in ("team.ll", "stream.ll", "submit.ll")]
@@ -169,8 +170,8 @@ class LaunchQueue:
     """A queue of launches that run in order. Only one thread of the caller uses it.
 
     Args:
-        environments: Address of the environments that blocks run in.
-        hosts: How many threads run the blocks of a launch.
+        environments: Address of the environments in which blocks run. hosts: Number of threads that run the blocks of a
+            launch.
         prints: Address of the head of the buffer to which kernels print.
 
     Attributes:
@@ -247,8 +248,8 @@ class LaunchQueue:
         return self._words[_FAULTED] != 0
 
     def forget_fault(self) -> None:
-        """Let launches run again, after those queued so far have been skipped."""
-        # A launch after the fault must not run because the flag was cleared early.
+        """Let launches run again, once those queued so far have been skipped."""
+        # Wait first: if the flag was cleared early, a launch after the fault would run.
         self.wait()
         self._words[_FAULTED] = 0
 

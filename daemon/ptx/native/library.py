@@ -28,8 +28,8 @@ def block_code() -> NativeCode:
     return _bound("block.ll", (RELEASE_WARP, SETTLE_BLOCK, SAME_WORDS, REDUCE_WORDS))
 
 
-# Prefixes of the functions of native/matrix.ll for one lane, and of native/warp_matrix.ll for a warp; the name of what
-# they multiply follows.
+# Prefixes of the functions of native/matrix.ll for one lane, and of native/warp_matrix.ll for a warp; the name of the
+# operands' type follows.
 LANES_PART = "gpulease_multiply_"
 WARPS_WHOLE = "gpulease_warp_"
 FLOATS, BYTES, DOUBLES = "floats", "bytes", "doubles"

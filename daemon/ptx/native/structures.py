@@ -56,7 +56,7 @@ class FrameHead(ctypes.Structure):
 HEAD_BYTES = ctypes.sizeof(FrameHead)
 MAX_HEAD_BYTES = HEAD_BYTES + 2 * SLOT_BYTES * MAX_SHOWN_WORDS
 
-# In front of the first frame: how many threads have arrived at each barrier without waiting.
+# Before the first frame: the number of threads that have arrived at each barrier without waiting.
 BOARD_BYTES = 4 * BARRIERS
 
 # A thread's x, y and z in `place`: shifts; x and y are at most 1023, z at most 63.
@@ -80,7 +80,7 @@ class Access(IntEnum):
     STORE = 2
     TRAP = 3
     ATOMIC = 4
-    # The rest touch no memory. Up to PART_OF_WARP, `address` is the barrier's number or a mask of lanes.
+    # The following kinds touch no memory. Up to PART_OF_WARP, `address` is the barrier's number or a mask of lanes.
     BARRIER = 5
     BARRIER_OPERAND = 6
     EXCHANGE = 7
@@ -132,7 +132,7 @@ class BlockEnvironment(ctypes.Structure):
         ("next", ctypes.c_uint64),
         ("returned", ctypes.c_uint64),
         ("scratch", ctypes.c_uint64 * 2),
-        # Two cache lines: neighbours are used by different host threads.
+        # It fills two cache lines, because different host threads use neighbouring environments.
         ("reserved", ctypes.c_uint64 * 2),
     )
 
@@ -249,8 +249,9 @@ class StreamState(ctypes.Structure):
 
     `completed` counts slots that the loop has finished; `faulted` is 1 from a fault until it is taken, and during that
     time `tag` and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller
-    sleeps on `done`. What follows `done` is the caller's own (submit.ll): how many slots it filled, which threads
-    exist, where what kernels print begins, and where the counts of slots after the marks (CardProgress) are.
+    sleeps on `done`. The fields after `done` belong to the caller (submit.ll): the number of slots that it has filled,
+    the threads that exist, the address of the kernels' output, and the address of the counts of slots after the marks
+    (CardProgress).
     """
 
     _fields_ = (
@@ -291,7 +292,7 @@ class Team(ctypes.Structure):
         ("wake_ns", ctypes.c_uint64),
         ("idle_yields", ctypes.c_uint64),
         ("ending", ctypes.c_uint64),
-        # Words that are written for every chunk, and words that idle threads poll, have cache lines of their own.
+        # Words that are written for every chunk, and words that idle threads poll, have separate cache lines.
         ("_gap1", ctypes.c_uint64 * 2),
         ("next", ctypes.c_uint64),
         ("stop", ctypes.c_uint64),

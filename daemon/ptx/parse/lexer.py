@@ -25,7 +25,7 @@ class Lexeme(NamedTuple):
 
 
 # Every alternative takes linear time, because none has nested repetitions. A comment that is not closed ends the scan.
-# If the scan went on, it would search the rest of the text again at each "/*", and hostile text could make it
+# If the scan continued, it would search the rest of the text again at each "/*", and hostile text could make it
 # quadratic.
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n\f\v]+|//[^\n]*|/\*.*?\*/)

@@ -22,7 +22,7 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Jump to a label. In a loop that polls memory, this may first let other threads run."""
     target = i.operands[0]
     if not isinstance(target, Target):
-        raise t.problem("a branch goes to a label")
+        raise t.problem("a branch must go to a label")
     # Every loop ends with a branch, so a thread that polls memory can let other threads run here.
     count_turn(t)
     t.jump(target.index)
@@ -57,7 +57,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Copy the arguments, call, and copy the results. If the function faults or exits, so does the caller."""
     site = i.operands[-1]
     if not isinstance(site, CallSite):
-        raise t.problem("a call names a function")
+        raise t.problem("a call must name a function")
     # Step 1: call. A call through a pointer goes to the dispatcher for all functions with this signature.
     if not site.name:
         target = t.read(i.operands[0], _HANDLE)
@@ -101,7 +101,7 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     """Jump to the label with this index in the list. An index past the end of the list is a fault."""
     index, *targets = i.operands
     if not isinstance(index, Register):
-        raise t.problem("an indexed branch takes a register")
+        raise t.problem("an indexed branch must have a register")
     count_turn(t)
     # Write a switch over the list's indices. Each case is a separate basic block that jumps to its label.
     number = t.read(index, _INDEX)

@@ -65,8 +65,8 @@ class FunctionTranslator(BodyTranslator):
         self.ir.ret(ReturnStatus.EXITED if is_exit else ReturnStatus.DONE)
 
     def _signature(self, name: str) -> str:
-        # Prevent inlining: the bound of the caller's frame would not include this function. Compared with a body that
-        # nvcc did not inline, the cost of a call is small.
+        # Prevent inlining, because the bound of the caller's frame would not include this function. Compared with a
+        # body that nvcc did not inline, the cost of a call is small.
         return f"define internal i32 @{name}({SIGNATURE}) noinline {{"
 
     def _open(self, opening: IrWriter) -> None:

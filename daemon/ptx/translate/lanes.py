@@ -185,7 +185,7 @@ class LaneTranslator(LaneRegisters):
         # `number` is the block of the branch's target, or -1 if the kernel ends there.
         target = instruction.operands[0] if instruction.operands else None
         if instruction.opcode == "bra" and not isinstance(target, Target):
-            raise self.problem("a branch goes to a label")
+            raise self.problem("a branch must go to a label")
         index = target.index if isinstance(target, Target) else len(body)
         ends = leaves_at(body, index)
         number = -1 if ends else [block.start for block in self._lanes.blocks].index(index)
