@@ -12,8 +12,8 @@ shares_time` is set. Otherwise nothing is limited. The rules, in every round:
    weights. So a tenant does not get more by having more leases, streams or launches.
 3. Time that a tenant used beyond its part is subtracted in its next rounds, up to MAX_DEBT_NS. Time by which it fell
    short of its part is added, up to MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are
-   not interrupted. A debt remains while the tenant is idle: it is reduced only by the time that the tenant could have
-   had. If the card was idle while a tenant was limited, no other tenant wanted that time, so it reduces
+   not interrupted. A debt remains while the tenant is idle or has no session: it is reduced only by the time that it
+   could have had. If the card was idle while a tenant was limited, no other tenant wanted that time, so it reduces
    every debt. Within a tenant, debts and credits are kept only among sessions that were held back: a session that
    paused got its demand, so the tenant's other sessions owe it nothing.
 4. Sessions that saturate the card take turns (time_turns.py), each as long as its part.
@@ -32,7 +32,16 @@ from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_turns import ROUND_NS, SWITCH_NS, TURN_QUEUE_NS, Bar, Taker, Turns, TurnSchedule
+from gpulease.daemon.leases.time_turns import (
+    MAX_PERIOD_NS,
+    ROUND_NS,
+    SWITCH_NS,
+    TURN_QUEUE_NS,
+    Bar,
+    Taker,
+    Turns,
+    TurnSchedule,
+)
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 Key = int | str
@@ -181,7 +190,8 @@ class TimeShares:
             more_ns: Time since the last round.
             sessions: The latency sessions of the card, all sessions of `debtors`, and all others that are not idle,
                 after a sample at `now_ns`. Idle ones have `idle_limits`.
-            weights: The weight of each tenant: the largest of its sessions on the card, idle ones included.
+            weights: The weight of each tenant: the largest of its sessions on the card, idle ones included; 1 for one
+                in debt without an entry.
             caps: The largest part of the card, above 0 and at most 1, of each tenant that has one.
             used_ns: For how long the card was used since the last round.
             shares: Whether the card's time is shared by weights; False if only caps and the latency class apply.
@@ -207,12 +217,10 @@ class TimeShares:
         parts = fill(round_ns + self._slack_ns, bounds, weights) if shares else bounds
         self._parts, self._shares, self._at_cap, self._is_short = {}, {}, set(), False
         targets: dict[int, float] = {}
+        possible = self._pay_debts(more_ns, round_ns, parts, bounds, weights, caps, shares=shares)
         for tenant, own in by_tenant.items():
-            owns_ns = parts[tenant]
-            if self._balance_ns.get(tenant, 0.0) < 0.0:
-                # The part that the tenant would get if it wanted the whole card.
-                owns_ns = fill(round_ns, bounds | {tenant: round_ns}, weights)[tenant]
-            targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns, owns_ns)
+            cap, possible_ns = caps.get(tenant), possible.get(tenant, 0.0)
+            targets |= self._targets(own, parts[tenant], bounds[tenant], demands, cap, round_ns, possible_ns)
         # Step 3: give turns to the sessions that saturate the card; without weights, only if a capped one would get too
         # much otherwise.
         if shares or self._at_cap:
@@ -249,6 +257,9 @@ class TimeShares:
             limits = self._limits(now_ns, allowances.get(shared.session, 0), own_word)
             if shared.session in self._turns:
                 limits = _in_turns(limits, self._turns[shared.session], now_ns)
+            elif limits.allowance_ns == 1:
+                # A session that was never busy could begin work with the smallest allowance, but not outside of a turn.
+                limits = _in_turns(limits, TurnSchedule(now_ns, 1, MAX_PERIOD_NS), now_ns)
             limits_by_session[shared.session] = limits
         return limits_by_session
 
@@ -297,33 +308,30 @@ class TimeShares:
         demands: Mapping[int, float],
         cap: float | None,
         round_ns: int,
-        owns_ns: float,
+        possible_ns: float,
     ) -> dict[int, float]:
         """Return the GPU time until the next round for each of a tenant's sessions that is limited.
 
-        `owns_ns`: The part that the tenant would get if it wanted the whole card.
+        `possible_ns`: The part that a tenant in debt would get if it wanted the whole card.
         """
         tenant = own[0].tenant
         balance_ns = self._balance_ns.get(tenant, 0.0)
-        # Three cases: the tenant gets less than its demand, it has a cap, or it gets its whole demand.
+        # The tenant gets less than its demand, or it has a cap. Otherwise it gets its whole demand.
         if part_ns < bound_ns * _ALL:
             self._parts[tenant] = part_ns
             self._is_short = True
         elif cap is not None:
             self._parts[tenant] = part_ns = round_ns * cap
             self._at_cap.add(tenant)
-        else:
-            # The tenant does not want all that it could have, so the rest is subtracted from its debt.
-            balance_ns = self._balance_ns[tenant] = min(0.0, balance_ns + max(0.0, owns_ns - part_ns))
         # The tenant's sessions share its part by their own weights, once with the tenant's balance and once without.
         demand_by_session, weights = {session.session: demands[session.session] for session in own}, _weights(own)
         self._shares |= fill(part_ns, demand_by_session, weights)
         is_limited = tenant in self._parts
         if is_limited:
             part_ns = max(0.0, part_ns + balance_ns / _CORRECTION_ROUNDS)
-        elif balance_ns < 0.0 and owns_ns < round_ns * _ALL:
+        elif balance_ns < 0.0 and possible_ns < round_ns * _ALL:
             # Others want the card. Without this limit, a tenant that pauses after each long kernel would pay nothing.
-            is_limited, part_ns = True, max(0.0, owns_ns + balance_ns / _CORRECTION_ROUNDS)
+            is_limited, part_ns = True, max(0.0, possible_ns + balance_ns / _CORRECTION_ROUNDS)
         shares = fill(part_ns, demand_by_session, weights)
         targets: dict[int, float] = {}
         for session in own:
@@ -349,6 +357,37 @@ class TimeShares:
                 if session.session in targets and demands[session.session]:
                     targets[session.session] *= part_ns / total_ns
         return targets
+
+    def _pay_debts(
+        self,
+        more_ns: int,
+        round_ns: int,
+        parts: Mapping[str, float],
+        bounds: Mapping[str, float],
+        weights: Mapping[str, int],
+        caps: Mapping[str, float],
+        *,
+        shares: bool,
+    ) -> dict[str, float]:
+        """Reduce the debts of tenants that do not want all that they could have, or that have no session any more.
+
+        Returns what each tenant in debt could have: the part that it would get if it wanted the whole card.
+        """
+        possible: dict[str, float] = {}
+        for tenant in self.debtors:
+            possible[tenant] = fill(round_ns, {**bounds, tenant: float(round_ns)}, {tenant: 1, **weights})[tenant]
+            if tenant in caps:
+                # If it has sessions, `_settle` counts what its cap allows.
+                paid_ns = 0.0 if tenant in parts else more_ns * caps[tenant]
+            elif not shares:
+                paid_ns = MAX_DEBT_NS
+            elif parts.get(tenant, 0.0) < bounds.get(tenant, 0.0) * _ALL:
+                paid_ns = 0.0
+            else:
+                # A round may come early, so count the part by the time since the last one.
+                paid_ns = (possible[tenant] - parts.get(tenant, 0.0)) * min(1.0, more_ns / round_ns)
+            self._balance_ns[tenant] = min(0.0, self._balance_ns[tenant] + max(0.0, paid_ns))
+        return possible
 
     def _demand_ns(self, session: SharedSession, more_ns: int, round_ns: int) -> float:
         """Return the most GPU time that a session could use in the next round."""
@@ -410,8 +449,9 @@ class TimeShares:
             waiting = [session for session in own if session.session in self._parts and self._has_waited(session)]
             self._even_out(balances_ns, {session.session: spent[session.session] for session in waiting})
             _forgive(balances_ns, [session.session for session in waiting])
-        # Keep only the balances of this round.
-        self._balance_ns = balances_ns
+        # Keep only the balances of this round, and the debts of tenants that have no session now.
+        absent = self.debtors - by_tenant.keys()
+        self._balance_ns = balances_ns | {tenant: self._balance_ns[tenant] for tenant in absent}
 
     def _spent_ns(self, session: SharedSession, more_ns: int) -> float:
         """Return the GPU time charged to a session for the last round, without the time in which its turns begin."""

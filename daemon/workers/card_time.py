@@ -184,7 +184,9 @@ class CardTimes:
     def members_changed(self) -> None:
         """Read the workers with leases and the rules again in the next round, and begin that soon."""
         self._is_stale = True
-        self._arm(time.monotonic_ns() + ROUND_NS)
+        # A tenant in debt must not get a new session's first launch before the session's page has limits.
+        is_urgent = any(card.shares.debtors for card in self._cards.values())
+        self._arm(time.monotonic_ns() + (0 if is_urgent else ROUND_NS))
 
     def on_worker_end(self, worker: Worker) -> None:
         """Take the last sample of a worker that has ended, while its page can still be read."""
@@ -255,7 +257,11 @@ class CardTimes:
                 members_by_card.setdefault(spec.card_uuid, {})[spec.lease_id] = member
         limits = self._table.limits
         for uuid in self._cards.keys() - members_by_card.keys():
-            self._close_words(self._cards.pop(uuid))
+            if self._cards[uuid].shares.debtors:
+                # The tenant may return while it owes time.
+                members_by_card[uuid] = {}
+            else:
+                self._close_words(self._cards.pop(uuid))
         for uuid, members in members_by_card.items():
             card = self._cards.setdefault(uuid, _Card())
             adopted: dict[int, LeaseTimeUse] = {}
@@ -281,8 +287,11 @@ class CardTimes:
 
     def _update_rules(self, card: _Card, limits: CoreLimits) -> None:
         """Find how the time of a card is shared, by its members and their tenants' bounds."""
-        rules = {member.tenant: limits.tenants.of(member.tenant) for member in card.members.values()}
-        card.weights = dict.fromkeys(rules, 1)
+        tenants, absent = {member.tenant for member in card.members.values()}, card.shares.debtors
+        rules = {tenant: limits.tenants.of(tenant) for tenant in tenants | absent}
+        # A tenant in debt that has no session any more keeps its last weight.
+        last_weights = {tenant: card.weights.get(tenant, 1) for tenant in absent - tenants}
+        card.weights = dict.fromkeys(rules, 1) | last_weights
         for member in card.members.values():
             # A reload may have lowered the bound.
             member.weight = min(member.requested_weight, rules[member.tenant].max_weight)
@@ -345,6 +354,9 @@ class CardTimes:
                 pause_ns = min(pause_ns, int(FINE_NS * random.uniform(0.5, 1.5)))
         # With very many sessions a sample takes long, so sample less often: the loop has other work to do.
         card.due_ns = now_ns + max(pause_ns, LOOP_PART * (time.monotonic_ns() - began_ns))
+        if not card.members and not card.shares.debtors:
+            # The last debt is paid: forget the card in the next round.
+            self._is_stale = True
 
     def _add_use(self, uuid: str, card: _Card, number: int, now_ns: int) -> None:
         spent, member = card.account.sessions[number], card.members[number]

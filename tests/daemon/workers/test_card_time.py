@@ -91,6 +91,13 @@ class Node:
         for channel in self.channels:
             channel.close()
 
+    def end(self, number: int) -> None:
+        """End a worker, after its last sample."""
+        worker = self.workers.pop(number)
+        self.times.on_worker_end(worker)
+        worker.page.close()
+        worker.channel.close()
+
     def busy(self, number: int, since_ns: int | None = None) -> None:
         """Claim to be busy from now on, or since then."""
         self.pages[number].counters[Counter.BUSY_SINCE_NS] = self.now_ns if since_ns is None else since_ns
@@ -247,6 +254,51 @@ def test_a_pause_does_not_end_the_debt_of_a_long_kernel(node: Node) -> None:
         node.sample(10 * MS)
     # It has paid all of it, and is idle.
     assert node.limits(eve) == TimeLimits()
+
+
+@pytest.mark.parametrize("node", [{"eve": TenantLimits(max_share=30)}], indirect=True)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_the_end_of_a_lease_does_not_end_its_tenant_s_debt(
+    node: Node, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: node.now_ns)
+    if not is_alone:
+        node.open("bob")
+    eve = node.open("eve")
+    node.sample()
+    node.busy(eve)
+    for _ in range(90):
+        node.sample(10 * MS)
+    node.idle(eve)
+    node.end(eve)
+    for _ in range(20):
+        node.sample(10 * MS)
+    node.open("eve")
+    # Its first launch has to wait: for its allowance, and for a turn, because it has never been busy.
+    node.sample()
+    assert node.limits(-1).allowance_ns == node.limits(-1).turn_ns == 1
+    for _ in range(250):
+        node.sample(10 * MS)
+    assert node.limits(-1) == TimeLimits()
+
+
+@pytest.mark.parametrize("node", [{"eve": TenantLimits(max_share=30)}], indirect=True)
+def test_a_card_without_sessions_is_forgotten_when_its_debts_are_paid(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: node.now_ns)
+    eve = node.open("eve")
+    node.sample()
+    node.busy(eve)
+    for _ in range(90):
+        node.sample(10 * MS)
+    node.idle(eve)
+    node.end(eve)
+    node.sample(10 * MS)
+    assert CARD in node.times.busy_ratios()
+    for _ in range(300):
+        node.sample(10 * MS)
+    assert node.times.busy_ratios() == {}
 
 
 @pytest.mark.parametrize("node", [{"bob": TenantLimits(max_weight=3)}], indirect=True)
