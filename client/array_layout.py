@@ -254,7 +254,7 @@ def strided_copy_of(to: ArrayLayout, source: ArrayLayout | None) -> StridedCopy:
         steps += [source.offset, *(stride for _, _, stride in loops[1:])]
     unit = math.gcd(loops[0][0], MAX_UNIT_BYTES, *steps)
     loops[0] = loops[0][0] // unit, unit, unit
-    # A single unit per element needs no loop of its own.
+    # A single unit per element needs no separate loop.
     if loops[0][0] == 1 and len(loops) > 1:
         del loops[0]
     lengths, to_strides, from_strides = zip(*loops, strict=True)

@@ -192,7 +192,7 @@ class LeaseFreed(InvalidRequest):
 
 @answers(Status.NOT_FOUND)
 class NotFound(InvalidRequest):
-    """The daemon knows no such lease: it ended long ago, or the daemon was restarted."""
+    """The daemon has no record of the lease, which ended long ago, or before the daemon was restarted."""
 
     default_hint = "Acquire a new lease"
 
@@ -253,18 +253,18 @@ class LaunchFailed(OperationFailed):
 
 @answers(Status.SYNC_FAILED)
 class SyncFailed(OperationFailed):
-    """A kernel failed while it ran. Don't trust what it and the kernels after it wrote."""
+    """A kernel failed while it ran. Don't use the memory that this kernel and later ones wrote."""
 
     default_hint = "Check the kernel's bounds and arguments"
 
     @property
     def kernel(self) -> str:
-        """The kernel's name; "" if the driver doesn't know."""
+        """The kernel's name; "" if the driver doesn't report it."""
         return self.failure.kernel
 
     @property
     def address(self) -> int | None:
-        """The device address that faulted; None if the driver doesn't know."""
+        """The device address that faulted; None if the driver doesn't report it."""
         return self.failure.address
 
 

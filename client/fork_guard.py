@@ -31,7 +31,7 @@ _inheritable: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def register(inherited: Inherited) -> None:
-    """Disown an object in every child that is forked while the object exists."""
+    """Leave an object to the parent in every child that is forked while the object exists."""
     _inheritable.add(inherited)
 
 

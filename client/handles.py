@@ -97,7 +97,7 @@ class Buffer(Handle):
 
     def lend(self) -> None:
         """Free nothing when the last reference is dropped: the lease holds the memory from now on."""
-        # Change the class, which decides what the destructor does; all references to the object stay valid.
+        # Change the class, which determines the destructor; all references to the object stay valid.
         self.__class__ = BorrowedBuffer
 
     def check_range(self, offset: int, size_bytes: int, subject: str) -> None:

@@ -304,7 +304,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
 
 
 def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
-    """Pack a number that has a size of its own (numpy, ctypes); None for others. Raises InvalidRequest for an array."""
+    """Pack a number whose type has a size (numpy, ctypes); None for others. Raises InvalidRequest for an array."""
     try:
         # numpy and ctypes scalars have the buffer protocol, which gives size and kind.
         view = memoryview(value)
@@ -315,7 +315,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
             f"argument {index}: a kernel can't take an array in the host's memory",
             "Write it to a buffer, or create session.array(it), and pass that; pass a struct by value as bytes",
         )
-    # Kernels read little-endian numbers; converting silently would hide where the data came from.
+    # Kernels read little-endian numbers; a silent conversion would hide that the data has another byte order.
     if view.format.startswith((">", "!")):
         raise InvalidRequest(f"argument {index}: {quoted(value)} is big-endian")
     letter = _SCALAR_LETTERS.get(view.format.lstrip("@=<"))

@@ -53,7 +53,7 @@ async def drive_with_clean_up(clean_up: GrantCleanUp, procedure: Procedure[T], m
     """Drive a procedure and return `make_result(result)`.
 
     If the call is interrupted, a thread runs its clean-up; a task could not, because the event loop may be ending. The
-    clean-up has a connection of its own, which the loop does not use.
+    clean-up uses a separate connection, which the loop does not use.
     """
     try:
         result = make_result(await drive(procedure))
@@ -84,7 +84,7 @@ async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
 
 
 class ConnectionLock(asyncio.Lock):
-    """A connection's lock, which also knows the operations that continue although their callers were cancelled."""
+    """A connection's lock, which also lists the operations that continue although their callers were cancelled."""
 
     def __init__(self) -> None:
         super().__init__()

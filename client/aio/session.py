@@ -48,7 +48,7 @@ class GpuSession(SessionView):
     which are only queued. The worker executes these in order; when one fails, it skips those queued after it. The next
     operation that waits raises that failure and is itself not executed. A session holds a reference to its lease.
 
-    Leaving its `async with` block waits, as `sync` does, for work that was not waited for, and raises what failed. It
+    Leaving its `async with` block waits, as `sync` does, for work that was not waited for, and raises any failure. It
     waits at most for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease
     has ended. A block left by an exception does not wait, and `close` does not wait either. A session that was opened
     by a token and has loaded no module waits only for its own requests. It does not wait for kernels of other sessions,
@@ -300,8 +300,8 @@ class GpuSession(SessionView):
 
         Args:
             function: What `@triton.jit` or `@numba.cuda.jit` made, or a plain function for numba.
-            types: Triton: the pointer types of parameters that get plain buffers, `{"x": "*fp32"}`; arrays have types
-                of their own. Numba: the signature, such as "void(float32, float32[:])"; if None, it follows from each
+            types: Triton: the pointer types of parameters that get plain buffers, `{"x": "*fp32"}`; arrays have
+                separate types. Numba: the signature, such as "void(float32, float32[:])"; if None, it follows from each
                 call's arguments.
             arch: As in `compile`.
 
@@ -425,7 +425,7 @@ class GpuSession(SessionView):
         array of `empty` records the array's memory: every launch of the graph reads or writes the bytes that are there
         at that time. `mem_write` of an immutable object, such as `bytes`, records those bytes. Anything else raises
         InvalidRequest. So does `stream`: a graph runs in the stream that its launch names. If the block is left by an
-        error, the recording is discarded; otherwise its end makes the graph, and raises what is wrong with it.
+        error, the recording is discarded; otherwise its end makes the graph, and raises any mistake in it.
 
         Between a launch of the graph and the next `sync`, of the session or of the launch's stream, leave the graph's
         arrays alone. Arguments pushed with `KernelArgs.push_parameter` can get new values at each launch. While a
@@ -436,7 +436,7 @@ class GpuSession(SessionView):
     async def printed(self) -> PrintedText:
         """Wait as `sync` does, and return what kernels have printed with printf since the last call.
 
-        Up to 1 MiB is kept between calls; `is_lost` says whether there was more. Only this session receives its text.
+        Up to 1 MiB is kept between calls; `is_lost` is True if there was more. Only this session receives its text.
 
         Raises the errors of `sync`, or Unsupported if the session's daemon is too old.
         """

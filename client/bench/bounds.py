@@ -1,14 +1,14 @@
 """Bounds of the figures that users are promised, and whether a run keeps them. Pure: `check` measures.
 
-The file bounds.toml has a table for each promise. Under a driver's name it says which figure of a run's report counts,
-and what bounds it:
+The file bounds.toml has a table for each promise. Under a driver's name it names the figure of a run's report that
+counts, and its bound:
 
 - `figure`: its path in the report, keys joined by dots. The first key is the part of the run that measures it.
 - `of` and `beside`: a divisor's path, and its short name. The bound then applies to `figure / of`, which does not
   depend on how fast the host or card is. PART.host.NAME is a floor of `host_floors`, measured with that part.
 - `at_most` or `at_least`: the bound.
 - `goal`: a better value that is not reached yet.
-- `needs`: something that a host may lack. On such a host the row is left out; any other missing figure is a missed
+- `needs`: a property that a host may lack. On such a host the row is left out; any other missing figure is a missed
   bound.
 """
 

@@ -41,7 +41,7 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
     Args:
         driver: The driver of private daemons, which a running one must have; "auto" for any.
         log: Receives the name of each measurement before it starts.
-        warn: Receives what could not be measured.
+        warn: Receives the names of the parts that could not be measured.
 
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
     """

@@ -41,7 +41,7 @@ SHARED_BYTES: Final = 48 << 10
 
 
 class NoDriver(Exception):
-    """The CUDA driver, its bindings, or a card is missing; the message says which."""
+    """The CUDA driver, its bindings, or a card is missing; the message names which."""
 
 
 class DriverFailed(Exception):
@@ -79,7 +79,7 @@ class DirectSession:
 
     Attributes:
         api: The driver's functions.
-        stream: The stream that launches go into.
+        stream: The stream into which launches go.
         dropped: Handles without a reference. All of them end with the process.
         is_alive: Always True.
         slice_bytes: Total memory of the card, in bytes.
@@ -244,7 +244,7 @@ class DirectEngine:
         session, number = self._session, self._next
         parity = number % MAX_STEPS
         stream = self._streams[parity]
-        # The rows go to the place that the graph copies from.
+        # Put the rows at the place from which the graph copies.
         self._rows[parity][: len(rows)] = rows
         # Order this step after the one before, which may still run in the other stream.
         if self._steps:

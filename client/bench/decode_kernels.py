@@ -183,7 +183,7 @@ async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> 
 
 
 def _kind(launch: KernelLaunch) -> str:
-    """Name a kernel by what it computes: linear layers of different shapes are different kinds."""
+    """Name a kernel by its computation: linear layers of different shapes are different kinds."""
     shape = [str(launch.values[name]) for name in ("N", "F", "K") if name in launch.values]
     return f"{launch.name} [{' x '.join(shape)}]" if shape else launch.name
 

@@ -27,7 +27,7 @@ MAX_OPEN: Final = 400
 that arrives beyond this is counted as not sent."""
 
 LIMIT_S: Final = 300.0
-"""Longest time for a request, in seconds; then the client gives up."""
+"""Longest time for a request, in seconds; after that the client abandons it."""
 
 MAX_LINE_BYTES: Final = 1 << 20
 """Longest line of a reply, in bytes. Stops a server that never ends one."""
@@ -272,7 +272,7 @@ def main(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Offer a load to the decode server at URL, and print what its tenants got."""
+    """Offer a load to the decode server at URL, and print its tenants' results."""
     try:
         client = DecodeClient(url, max_tokens)
     # A wrong URL is a mistake of the command line.

@@ -3,8 +3,8 @@
     python -m gpulease.client.bench.decode_speed [SHAPE,... [BATCH,... [CONTEXT,...]]]
 
 `gpulease bench --decode` runs it with the shapes, batches and contexts for a card, or for the embedded driver. Weights
-are random, in real models' shapes. Each figure is a JSON object. The same run also measures, each in a process of its
-own: the same engine and kernels on the driver without a daemon (decode_direct), torch's loop (decode_torch), and
+are random, in real models' shapes. Each figure is a JSON object. The same run also measures, each in a separate
+process: the same engine and kernels on the driver without a daemon (decode_direct), torch's loop (decode_torch), and
 transformers with a static cache (decode_transformers). For each that is not installed, one figure says so.
 """
 

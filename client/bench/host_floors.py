@@ -144,7 +144,7 @@ class CallFloor:
     ) -> tuple[list[float], float]:
         """Time an action in bursts of CALLS_IN_TURN, in turn with this floor's; returns both in microseconds a call.
 
-        `fence` waits for what is queued, before each `count` calls. The bursts are short, so that most end before
+        `fence` waits for all queued work, before each `count` calls. The bursts are short, so that most end before
         another process gets the core.
         """
         samples, floors = [], []

@@ -79,7 +79,7 @@ def kernel_figures(address: str) -> dict[str, Figures]:
 
 @contextmanager
 def _session(address: str) -> Iterator[GpuSession]:
-    """Open a session with a worker of its own on card 0."""
+    """Open a session with a separate worker on card 0."""
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease) as session:
         yield session

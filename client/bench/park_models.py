@@ -94,7 +94,7 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLi
 
     Raises MissingPrerequisite.
     """
-    # Step 1: start a daemon on the whole card, to see how many bytes a model's lease is charged.
+    # Step 1: start a daemon on the whole card, to find out how many bytes a model's lease is charged.
     with private_daemon(driver) as address:
         card = first_card(address, "held_bytes")
         size_bytes = woven_bytes(size_bytes or MODEL_BYTES[card["driver"]])

@@ -337,7 +337,7 @@ def _retried(call: Callable[[], T]) -> T:
 
 
 def slice_bytes(driver: str) -> int:
-    """Return the size of a lease for one block, its regions and what they keep, and code."""
+    """Return the size of a lease for one block, its regions and the memory that these keep, and code."""
     return (1 + 2 * REGIONS) * BLOCK_BYTES[driver] + EXTRA_BYTES[driver]
 
 
@@ -383,7 +383,7 @@ class _Operator:
                 self._drain(str(self._random.randrange(self._cards)))
 
     def _move(self, lease_id: int, card: str | None, label: str) -> None:
-        """Move one session. Most refusals are because its tenant uses it meanwhile, or ends the lease."""
+        """Move one session. Most refusals occur because its tenant uses it at that moment, or ends the lease."""
         try:
             ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, card), self._address)
             self._counts.did[label] += 1
@@ -391,7 +391,7 @@ class _Operator:
             self._counts.did[f"not {label}"] += 1
 
     def _drain(self, card: str) -> None:
-        """Drain a card for a moment, and move what can be moved: to the other cards, or else to the host's memory."""
+        """Drain a card for a moment, and move the sessions that can be moved to other cards or else to host memory."""
         # A broker that is killed may have drained the card without a reply.
         try:
             ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
@@ -498,7 +498,7 @@ def _small_daemon(driver: str, log: LogLine) -> Iterator[tuple[PrivateDaemon, st
 
 
 def _end_everything(address: str, counts: StormCounts) -> int:
-    """Revoke what tenants left behind, wait until nothing is held; return the number of leases that are left."""
+    """Revoke the leases that tenants left behind, and wait for their ends; return how many leases are left."""
     until = time.monotonic() + PATIENCE_S
     while (leases := _leases(address)) and time.monotonic() < until:
         for lease_id in leases:

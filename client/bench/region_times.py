@@ -1,4 +1,4 @@
-"""Times of regions: opening, revoking, refusing and proving free, and what naming regions costs a launch."""
+"""Times of regions: opening, revoking, refusing and proving free, and the time that naming regions adds to a launch."""
 
 import contextlib
 import subprocess
@@ -214,7 +214,7 @@ def _revoker(address: str) -> Iterator[Callable[[Region], Callable[[], int]]]:
         def revoke(region: Region) -> Callable[[], int]:
             ids.write(f"{region.lease_id_text}\n")
             ids.flush()
-            # Read the answer later, so that this thread can launch meanwhile.
+            # Read the answer later, so that this thread can launch until then.
             return lambda: int(times.readline())
 
         yield revoke

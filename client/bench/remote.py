@@ -42,7 +42,7 @@ _HOT: Final = (
 
 
 class NoCertificates(Exception):
-    """The test certificates could not be made; the message says why."""
+    """The test certificates could not be made; the message contains the reason."""
 
 
 def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ...]) -> dict[str, float]:

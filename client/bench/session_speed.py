@@ -1,4 +1,4 @@
-"""The speed of one session as its tenant sees it: launches, graphs, syncs, allocations and copies."""
+"""The speed of one session, measured by its tenant: launches, graphs, syncs, allocations and copies."""
 
 import contextlib
 from collections.abc import Callable

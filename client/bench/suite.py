@@ -330,6 +330,6 @@ def bare_figures(card: dict[str, Any], count: int) -> Figures:
 
 
 def gate_figures(card: dict[str, Any], flips: int) -> Figures:
-    """How soon a worker sees that its lease has ended. Raises MissingPrerequisite."""
+    """How soon a worker notices that its lease has ended. Raises MissingPrerequisite."""
     with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))

@@ -128,7 +128,7 @@ def _record_of(data: bytes) -> DecodeRecord:
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     """The prompt's tokens, from text or from a JSON array of ids."""
-    # Try an array of ids first: people hardly write such a text as a prompt.
+    # Try an array of ids first, because a prompt rarely has that form.
     with contextlib.suppress(ValueError, RecursionError):
         prompt = json.loads(data)
         if isinstance(prompt, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in prompt):

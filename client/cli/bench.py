@@ -321,7 +321,8 @@ def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome])
         cells = [bound.text, _value_text(promise.figure), bound.figure_unit, bound.beside, _value_text(promise.divisor)]
         cells += [_value_text(promise.value), *([_value_text(earlier.value) if earlier else ""] if before else [])]
         cells.append(f"{sign} {bound.limit:g}")
-        # For a bound that is left out, show what the host lacks. For a bound that was missed at first, say so.
+        # For a bound that is left out, show the property that the host lacks. For a bound that was missed at first, say
+        # so.
         kept = words[promise.is_kept] if promise.is_kept is not None else f"no {bound.needs} here"
         cells.append(kept if promise.first_value is None else f"{kept}, at first {_value_text(promise.first_value)}")
         goal = bound.goal

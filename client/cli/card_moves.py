@@ -113,7 +113,7 @@ def _card_with_room(size_bytes: int, refused: Collection[str], target: str | Non
 
 
 def _not_moved(number: int, uuid: str, error: GpuLeaseError) -> Report:
-    """Report a session whose move the daemon refused. It is on its card, or parked on its way to the other one."""
+    """Report a session whose move the daemon refused. The session is still on its card, or was parked for the move."""
     try:
         is_on_card = ask(Opcode.LEASE_QUERY, LeaseRef(number)).report["card_uuid"] == uuid
     except NotFound:

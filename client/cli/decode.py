@@ -31,7 +31,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    # This import needs the extra `decode`. Without it, `open_model` says what to install.
+    # This import needs the extra `decode`. If it is missing, the error of `open_model` names the extra to install.
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 64
@@ -124,7 +124,7 @@ def decode(
     is_chat: bool,
     as_json: bool,
 ) -> None:
-    """Continue PROMPT with a language model, on a lease of its own. The text is printed as it is computed.
+    """Continue PROMPT with a language model, on a separate lease. The text is printed as it is computed.
 
     Uses the running daemon; without one, starts a private one on the embedded driver, which needs no GPU. The same
     options give the same tokens.

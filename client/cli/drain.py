@@ -77,7 +77,7 @@ def drain(
     `state`, until the daemon restarts. With --wait, the exit status is 1 if memory of a lease could not be proved free,
     or if the drain was cancelled.
     """
-    # --cancel ends the drain, so a deadline, moves and waiting make no sense with it.
+    # --cancel ends the drain, so refuse a deadline, moves and waiting with it.
     if cancel and (wait or moves or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE):
         raise click.UsageError("--cancel can't be combined with --within, --move or --wait")
     if moves and (device is None or wait):
@@ -96,7 +96,10 @@ def drain(
 
 
 def _after_interrupt(uuid: str | None, *, is_set: bool) -> str:
-    """Return what an interrupt of the command leaves. `is_set`: Whether the daemon has answered the request."""
+    """Return the text about what remains after an interrupt of the command.
+
+    `is_set`: Whether the daemon has answered the request.
+    """
     subject, option = ("The node", "") if uuid is None else (f"Card {uuid}", f" --device {uuid}")
     if not is_set:
         return "The daemon may have received the request: see gpulease info."

@@ -50,7 +50,7 @@ class LiveLines:
             width = output_width()
             self._shown = shown(text)[: width - 1 if width else None]
             click.echo(f"{_ERASE}{self._shown}", nl=False, color=True)
-        # Write a line into a pipe now and then, so that its reader sees that something happens.
+        # Write a line into a pipe from time to time, to show its reader that the command continues.
         elif now_s - self._last_s >= PIPE_LINE_S:
             self._last_s = now_s
             click.echo(text)

@@ -114,8 +114,8 @@ def gateway(
     attach_by_token: bool,
     demo: bool,
 ) -> None:
-    """Serve each request on a lease of its own, once however often it is asked."""
-    # First import what needs the extra, so that the error names the extra if it is missing.
+    """Serve each request on a separate lease, and only once, even if it is repeated."""
+    # First import the modules that need the extra, so that the error names the extra if it is missing.
     with needing("serve"):
         from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.gateway.admission import GatewayBounds

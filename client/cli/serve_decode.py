@@ -27,7 +27,7 @@ from gpulease.client.decode.page.demo_traffic import DemoTraffic
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    # These imports need the extra `serve`. Without it, the command says what to install.
+    # These imports need the extra `serve`. If it is missing, the command's error names the extra to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.protocol.http_origin import KnownHosts
 

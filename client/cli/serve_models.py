@@ -13,7 +13,7 @@ from gpulease.client.cli.settings_reload import SettingsReload, check_kind, log
 from gpulease.client.decode import DecoderObserver
 
 if TYPE_CHECKING:
-    # These imports need the extra `serve`. Without it, the command says what to install.
+    # These imports need the extra `serve`. If it is missing, the command's error names the extra to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.client.decode.supervisor.model_pool import ModelPool
     from gpulease.protocol.http_origin import KnownHosts

@@ -16,7 +16,7 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.json_text import indented_json
 
 ENDED: Final = (LeaseExpired, Revoked, NotFound)
-"""Errors of a request for a lease that has ended meanwhile."""
+"""Errors of a request for a lease that has ended by then."""
 
 RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 0.5

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 
 if TYPE_CHECKING:
-    # These imports need the extra `serve`. Without it, the commands say what to install.
+    # These imports need the extra `serve`. If it is missing, the commands' error names the extra to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 

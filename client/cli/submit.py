@@ -65,7 +65,7 @@ def submit(
     room: int,
     secs: float,
 ) -> None:
-    """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write its outputs."""
+    """Run one KERNEL of IMAGE, PTX text or a cubin, on a separate lease, and write its outputs."""
     # Read everything before the lease is acquired: a mistake must not take memory, or wait for it.
     blocks, threads = _numbers(grid, "--grid"), _numbers(block, "--block")
     pushes = [_argument(text) for text in arguments]

@@ -118,7 +118,7 @@ class Ann:
         self.phases.append(DemoPhase(name))
 
     def update(self) -> None:
-        """Add what she has done since the last call to the current phase."""
+        """Add her work since the last call to the current phase."""
         window, phase = self._process.window(), self.phases[-1]
         now_s = time.monotonic()
         # Errors are counted, and the first one is kept as an example.

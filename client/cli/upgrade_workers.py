@@ -81,7 +81,7 @@ def _upgrade(lease: Report, patience_s: float) -> Report:
         except (Unsupported, CapacityExceeded, Denied) as error:
             return {"outcome": "stays", "reason": error.message}
         except InvalidRequest:
-            # The session has left its worker meanwhile, because it was parked cold.
+            # The session has left its worker since it was listed, because it was parked cold.
             return {"outcome": "upgraded", "moved_bytes": 0, "took_us": 0}
         return {"outcome": "upgraded", "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
 

@@ -121,7 +121,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
 
 @contextmanager
 def if_interrupted(note: Callable[[], str]) -> Iterator[None]:
-    """Print a line on stderr if the block is interrupted: what the daemon may still do, or has done.
+    """If the block is interrupted, print a line on stderr about what the daemon may still do, or has done.
 
     `note`: Returns the line, when the interrupt has occurred.
     """

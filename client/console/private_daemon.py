@@ -298,7 +298,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 def children_of(parent: int) -> list[tuple[int, str]]:
     """A process's children, each with its name."""
-    # The kernel need not have a list of children (proc_tid_children(5)): look at every process's parent.
+    # The kernel need not have a list of children (proc_tid_children(5)), so check every process's parent.
     children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -306,7 +306,7 @@ def children_of(parent: int) -> list[tuple[int, str]]:
                 # The name is in parentheses and may contain anything, also parentheses (proc_pid_stat(5)).
                 name, _, rest = Path("/proc", entry, "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
-                continue  # The process ended meanwhile.
+                continue  # The process has ended by now.
             if int(rest.split()[1]) == parent:
                 children.append((int(entry), name))
     return children

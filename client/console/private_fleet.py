@@ -75,7 +75,7 @@ def leader_of(members: Sequence[EtcdMember]) -> EtcdMember | None:
     for member in members:
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
             status = member.ask("/v3/maintenance/status")
-            # A member that knows no leader omits the field: JSON leaves out a zero.
+            # A member without a leader omits the field: JSON leaves out a zero.
             if status.get("leader") == status["header"]["member_id"]:
                 return member
     return None

@@ -23,8 +23,8 @@ POOL_S: Final = 60.0
 """Longest time for the pool of ready contexts to be full again, in seconds."""
 
 CARD_S: Final = 5.0
-"""Longest time for the memory use that the card reports to go back, in seconds. That may be later than the daemon's
-proof."""
+"""Longest time, in seconds, for the memory use that the card reports to return to its earlier value. That may be later
+than the daemon's proof."""
 
 NAME_CHARS: Final = 15
 """Number of characters of a process's name that the kernel stores."""
@@ -133,7 +133,7 @@ class MatrixCheck(Generic[Outcome]):
     """A row of the matrix: a fault or a promise, with its name and its proof.
 
     Attributes:
-        prove: Returns what it found. Raises Breach or GpuLeaseError if a promise does not hold.
+        prove: Returns its finding. Raises Breach or GpuLeaseError if a promise does not hold.
     """
 
     name: str
@@ -147,12 +147,12 @@ def breach_of(error: Exception) -> str:
 
 def worker_pid(lease_id: int) -> int:
     """The process id of a lease's worker, found by its name. Raises Breach."""
-    # The worker's name is its lease's id, cut to what the kernel keeps.
+    # The worker's name is its lease's id, cut to the length that the kernel keeps.
     name = f"gpul-{lease_id:032x}"[:NAME_CHARS]
     for comm in Path("/proc").glob("[0-9]*/comm"):
         try:
             if comm.read_text().strip() == name:
                 return int(comm.parent.name)
         except OSError:
-            continue  # The process ended meanwhile.
+            continue  # The process has ended by now.
     raise Breach(f"no process is named {name}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def sighup_blocked() -> Iterator[None]:
-    """Block SIGHUP in this thread, so that a process that is started meanwhile begins with it blocked.
+    """Block SIGHUP in this thread, so that a process that is started in the block begins with it blocked.
 
     Its imports take a second, before which it can't ignore the signal. This process receives a SIGHUP that was blocked
     a moment later.

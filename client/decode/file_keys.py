@@ -46,7 +46,7 @@ class FileKey:
     Attributes:
         effect: Its effect on tokens.
         neutral: Values that change nothing, in addition to null, an empty object and lists of neutral values.
-        why: A sentence for the error, about what the engine does instead.
+        why: A sentence for the error about what the engine does instead.
     """
 
     effect: Effect

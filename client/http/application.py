@@ -45,7 +45,7 @@ def make_application(
         models: Describes each model, by name.
         health: Members of the health report in addition to `status`.
         metrics: Renders the metrics.
-        lifespan: A context that opens and closes what the server needs while it runs.
+        lifespan: A context that opens and closes the resources that the server needs while it runs.
     """
 
     async def list_models(_: Request) -> Response:

@@ -55,7 +55,7 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         except Disconnected:
             raise
         except GpuLeaseError as error:
-            # This is not fatal, because the lease may have ended meanwhile. Its state, polled below, decides.
+            # This is not fatal, because the lease may have ended by now. Its state, polled below, decides.
             on_message(f"freeing {lease_id}: {error}")
     # Step 2: poll until the daemon reports "torndown", which it does only once every byte is proved free.
     while (state := report_of(lease_id, address)["state"]) != "torndown":

@@ -96,7 +96,7 @@ class ElementwiseSource:
     def __init__(
         self, in_params: Any, out_params: str = "", operation: str = "", name: str = "kernel", preamble: str = ""
     ) -> None:
-        """Check what `GpuSession.elementwise` accepts. Raises InvalidRequest."""
+        """Check the arguments of `GpuSession.elementwise`. Raises InvalidRequest."""
         # If it is a CuPy object and not a text, take the description from that.
         if not isinstance(in_params, str):
             in_params, out_params, operation, name, preamble = _of_cupy(in_params)

@@ -54,7 +54,7 @@ class TritonKernel:
 
         Args:
             function: What `@triton.jit` made.
-            types: By parameter, Triton's type for plain buffers: `{"x": "*fp32"}`. Arrays have dtypes of their own.
+            types: By parameter, Triton's type for plain buffers: `{"x": "*fp32"}`. Arrays have dtypes.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
             cuda: The CUDA version of the card's driver, 13000 for 13.0; 0 if unknown.
 

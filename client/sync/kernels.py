@@ -138,6 +138,6 @@ class ElementwiseKernel:
             LaunchFailed: An argument does not fit; the message names the parameter.
             LoadFailed: The operation does not compile for the types of these arguments.
         """
-        # Where the operation's launches go; its copies and allocations go through the session as well.
+        # The target of the operation's launches; its copies and allocations go through the session as well.
         place = (stream, regions, position)
         return make(self._session, self._operation.called(self._session, Array, args, size, place))

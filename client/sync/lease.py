@@ -80,8 +80,8 @@ class GpuLease(LeaseView):
         """Acquire another lease on the terms of this one, after this one has ended.
 
         The terms are those of the builder when it acquired this lease: size, time, card, waiting and options. Changes
-        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session. The caller decides
-        what to restore, and how often to try.
+        by `renew`, `grow` and `shrink` are lost, like everything in the old session. The caller decides what to
+        restore, and how often to try.
 
         Raises InvalidRequest if this lease has not ended, and the errors of `GpuBuilder.acquire`.
         """
@@ -125,7 +125,7 @@ class GpuLease(LeaseView):
 
         `LeaseUse` also has the time of the card that the lease has used.
 
-        Raises Unsupported if the lease has ended, or if the daemon is too old to know.
+        Raises Unsupported if the lease has ended, or if the daemon is too old to report it.
         """
         return drive(self._state.used())
 
@@ -239,14 +239,14 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises what `park` raises; also InvalidRequest if the card is unknown or the lease is on it, Unsupported if
-        something of the session can't leave its process, Denied if the tenant may not use the card, CapacityExceeded if
-        the card can't take the lease, Busy if the card is drained or has no room in time.
+        Raises what `park` raises; also InvalidRequest if the card is unknown or the lease is on it, Unsupported if a
+        part of the session can't leave its process, Denied if the tenant may not use the card, CapacityExceeded if the
+        card can't take the lease, Busy if the card is drained or has no room in time.
         """
         return drive(self._state.move(device))
 
     def submit(self, kernel: str, image: Image) -> Submission:
-        """Describe a one-shot job: one kernel of an image, run in a context of its own that ends with the call.
+        """Describe a one-shot job: one kernel of an image, run in a separate context that ends with the call.
 
         `lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` returns its output. The job
         may use the lease's memory as long as no session was opened. To run jobs alongside a session, reserve memory for

@@ -36,7 +36,7 @@ class Stream(StreamHandle):
     returns.
 
     Dropping the last reference frees a stream, like a buffer; queued work still runs. Leaving its `with` block waits
-    for that work and raises what failed, like leaving a session's block. A block left by an exception does not wait.
+    for that work and raises any failure, like leaving a session's block. A block left by an exception does not wait.
     """
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class Stream(StreamHandle):
                 drive(remaining)
 
     def event(self) -> Event:
-        """Mark the moment at which the stream will have finished what it has queued now. The call does not wait.
+        """Mark the moment at which the stream will have finished the work that is queued now. The call does not wait.
 
         A session may have MAX_EVENTS at once; beyond that, the next operation that waits raises Busy.
         """

@@ -179,7 +179,7 @@ class Channel:
             number: A request id for this wait.
 
         Returns:
-            Whether the worker's word reports that all succeeded. If not, a SYNC must find out what happened.
+            Whether the worker's word reports that all succeeded. If not, a SYNC must find out the result.
         """
         return False
 

@@ -307,7 +307,7 @@ class CoalescingSocket(Channel):
 
     def after_fork(self) -> None:
         """In the child: leave the outbox to the parent, and the lock, which a thread of the parent may have held."""
-        # The parent sends what its outbox has: the child must send none of it again.
+        # The parent sends the content of its outbox, so the child must not send it again.
         self._lock = threading.RLock()
         self._outbox = _Outbox(bytearray())
 
@@ -372,7 +372,7 @@ class _Flusher:
 
     def _begin(self) -> None:
         # Not threading.Thread: an interrupt in its `start` can leave the new thread waiting for a lock forever. At
-        # interpreter exit no thread can start: then closing the session sends what is left.
+        # interpreter exit no thread can start: then closing the session sends the remaining bytes.
         with contextlib.suppress(RuntimeError):
             self._thread = start_new_thread(self._run, ())
 

@@ -46,7 +46,7 @@ _PREFIX_BYTES: Final = HEADER_BYTES + _LENGTH.size
 
 
 class LinkEnded(Exception):
-    """The stream has ended. `failure` says how, as far as this connection knows."""
+    """The stream has ended. `failure` describes how, as far as this connection can find out."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -121,7 +121,7 @@ class Link:
 
         Args:
             op: Its operation.
-            target: Where the data of a MEM_READ goes.
+            target: The target of a MEM_READ's data.
             undo: The operation that frees the new object, if the reply brings a handle; None if it brings none.
 
         Raises LinkEnded if there can be no reply, because a goodbye may have followed directly after the last reply.

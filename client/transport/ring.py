@@ -48,7 +48,7 @@ ARENA_BYTES: Final = 1 << 30
 
 
 def shared_memory_request(address: Address) -> SharedMemoryRequest:
-    """The memory to share with the worker at an address, according to what this machine can do (`protocol.ring`)."""
+    """The memory to share with a worker, according to the abilities of this machine (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return SharedMemoryRequest()
     # The ring relies on x86-64's memory order (`protocol.ring`).

@@ -55,7 +55,7 @@ class SessionWords:
         """Return the word for which launches that name a region are refused, and when it was written.
 
         The time is the host's monotonic clock in ns. If the slot has another region, the word is NONE and the time 0.
-        Returns None if the region is active, or if this page does not say that it is not (`is_refused`).
+        Returns None if the region is active, or if this page does not show that it has ended (`is_refused`).
         """
         # Load the word only once, because a cancellation may be taken back between two loads.
         word = self._regions[slot] if 0 <= slot < MAX_REGIONS else 0
@@ -65,7 +65,7 @@ class SessionWords:
         seen_number, state = split_word(word)
         if seen_number != number:
             return RegionWord.NONE, 0
-        # A state that only a newer broker knows means that the region has ended, too.
+        # An unknown state, which a newer broker may write, means that the region has ended, too.
         return RegionWord.NONE if state is None else state, self._flipped_ns[slot]
 
     def lease_end(self) -> dict[str, object] | None:

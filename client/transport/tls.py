@@ -3,8 +3,8 @@
 A channel works as usual, with a `TlsStream` in place of its socket. Two things differ, and the channels here handle
 them: the stream can hold bytes that the kernel does not report, and bytes that it accepted can wait for room. The
 channels accept the end of a connection without TLS's close_notify: frames carry their length, so a truncation is
-detected. `error_for` turns a TLS error into one of the library's errors, which says which side is at fault and what to
-do.
+detected. `error_for` turns a TLS error into one of the library's errors, which states which side is at fault and what
+to do.
 """
 
 import errno
@@ -136,11 +136,11 @@ class TlsStream:
         taken = 0
         self._lock.acquire()
         try:
-            # First send what an earlier call left: records must reach the node in order.
+            # First send the bytes that an earlier call has left, because records must reach the node in order.
             if not self._flush():
                 raise BlockingIOError(errno.EAGAIN, "no room")
             view = memoryview(data)
-            # Encrypt only as much as the socket keeps accepting: the rest stays with the caller.
+            # Encrypt only as much as the socket accepts; the other bytes stay with the caller.
             while taken < len(view) and not self._unsent:
                 taken = self._encrypt(view, taken)
                 self._flush()

@@ -54,7 +54,7 @@ class ClaimResult:
 
 
 def claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises that a daemon with the card's whole memory can prove; each proof returns what it found."""
+    """The promises that a daemon with the card's whole memory can prove; each proof returns its finding."""
     # Half of a large card: the second lease must fit next to the memory that is still being freed.
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
     return [
@@ -171,7 +171,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
         for number, session in enumerate(sessions):
             buffer = session.mem_alloc(slice_bytes)
             module = session.module_load(rule_breakers())
-            # Each tenant writes a value of its own over all of its memory.
+            # Each tenant writes a different value over all of its memory.
             fill(session, module, buffer, words, number + 1)
             work.append((session, buffer, number + 1))
         # Read only after all have written: a tenant that can reach another's memory has changed it by then.

@@ -84,7 +84,7 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         fault_results = _run_faults(scene, only, on_fault)
         promises = [*claims(scene), *region_claims(scene)]
         proved = [check(claim.name, partial(claim.prove, scene)) for claim in promises if only in claim.name]
-    # These need daemons of their own: some are killed, the others have a card of a defined size.
+    # These need separate daemons: some are killed, the others have a card of a defined size.
     if only in BROKER_KILLED:
         proved.append(check(BROKER_KILLED, lambda: broker_killed(scene.driver)))
     if only in ADDRESS_REFUSED:

@@ -44,7 +44,7 @@ park_stay_ms = 0
 
 
 def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises of parked sessions, for a daemon with SETTINGS. Each proof returns what it found."""
+    """The promises of parked sessions, for a daemon with SETTINGS. Each proof returns its finding."""
     return [
         MatrixCheck("no byte of a parked session", no_byte_readable),
         MatrixCheck("a parked session's return to a full card", return_to_a_full_card),

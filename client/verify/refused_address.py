@@ -1,7 +1,7 @@
 """A parked session has an address that its next worker can't use: the session must not be resumed there.
 
 Another mapping in the worker's process occupies the address, so the driver really refuses it. A session without a
-process then ends with its lease. One that still has its former worker continues there.
+process then ends with its lease. A session that still has its former worker continues there.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Occupant:
     """Occupies addresses in each worker that is forked while the block of `at` lasts.
 
     Args:
-        folder: A folder of its own.
+        folder: A folder that is used for nothing else.
 
     Attributes:
         environment: What the daemon's environment needs.
@@ -64,7 +64,7 @@ class Occupant:
 
 
 def address_refused(driver: str) -> str:
-    """A cold session ends, and an upgraded one goes back, if another mapping is at its address in the next worker."""
+    """If the next worker has another mapping at a session's address, only an upgraded session survives."""
     vram = CARD_VRAM if driver == "cuda" else HOST_VRAM
     with (
         tempfile.TemporaryDirectory(prefix="gpulease-") as folder,
@@ -107,7 +107,7 @@ def _cold_one_ends(scene: Scene, occupant: Occupant) -> str:
 
 
 def _upgraded_one_goes_back(daemon: PrivateDaemon, scene: Scene, occupant: Occupant) -> None:
-    """Refuse the address of a session in the worker of the next version: it goes on in its former worker."""
+    """Refuse the address of a session in the worker of the next version: it continues in its former worker."""
     lease, session, data, address = _begin(scene, 13)
     with lease, session:
         former, counted = worker_pid(lease.lease_id), _mismatches(scene)

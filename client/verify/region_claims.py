@@ -55,7 +55,7 @@ OPENING_S: Final = (2.0, 8.0, 32.0)
 
 
 def region_claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises of regions; each proof returns what it found."""
+    """The promises of regions; each proof returns its finding."""
     size_bytes, churn = (64 * MIB, 1000) if scene.is_card else (4 * MIB, 60)
     return [
         MatrixCheck(

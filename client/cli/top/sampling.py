@@ -129,7 +129,7 @@ class Poller:
     def _run(self) -> None:
         try:
             while not self._is_stopped:
-                # Clear the event before the sample, so that a refresh requested meanwhile causes another one.
+                # Clear the event before the sample, so that a refresh requested during the sample causes another one.
                 self._nudge.clear()
                 self._read()
                 self._wake()

@@ -105,7 +105,7 @@ class _Signals:
     def __exit__(self, *_: object) -> None:
         # Restore the program's own handlers.
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
+            signal.signal(number, handler)  # type: ignore[arg-type]  # the result of signal.signal
         os.close(self.reader)
         writer, self._writer = self._writer, -1
         os.close(writer)

@@ -127,7 +127,7 @@ _ARCHITECTURE: Final[KeyTable] = {
         },
     ),
     **no_effect(
-        # Facts that the tensors show, and keys that llama.cpp no longer reads.
+        # Facts that the tensors contain, too, and keys that llama.cpp no longer reads.
         "vocab_size",
         "tensor_data_layout",
         # For models that embed texts; checkpoint/pooling.py reads the first one.

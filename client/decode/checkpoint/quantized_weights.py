@@ -197,7 +197,7 @@ def packed_tensors(
     """Take the tensors of packed weights out of `tensors`, and yield the weights that they contain.
 
     Args:
-        quantization: What config.json says about them.
+        quantization: The description of the weights in config.json.
         config: The model's shape.
         shapes: The shape of each of the model's tensors, by name.
         tensors: The tensors of all files. A weight that is not packed stays.

@@ -85,7 +85,7 @@ class SafetensorsFolder:
                 f"{quantization.where}: the engine reads no packed weights of {self.config.family} models"
             )
         _unfuse(self.config, tensors, self.name)
-        # Step 2: make weights of the tensors that packed ones consist of.
+        # Step 2: make packed weights from the tensors of which they consist.
         shapes, self._tensors = dict(model_tensors(self.config)), {}
         if quantization is not None:
             packed = packed_tensors(quantization, self.config, shapes, tensors)
@@ -134,7 +134,7 @@ class SafetensorsFolder:
         return Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
 
     def _files(self) -> list[Path]:
-        # One file takes precedence over an index. Without either, opening the file reports what is missing.
+        # One file takes precedence over an index. Without either, opening the file reports the missing file.
         if self._has(WEIGHTS) or not self._has(INDEX):
             return [self._folder / WEIGHTS]
         index = self._members(INDEX)

@@ -153,7 +153,7 @@ class _Chunk:
 
 
 class _Image:
-    """The content of the allocation that holds a model: where each plane is, and what fills it.
+    """The content of the allocation that holds a model: the place of each plane, and the source that fills it.
 
     Attributes:
         size_bytes: Size of the allocation.
@@ -378,7 +378,7 @@ class _Readers:
                 errors.append(error)
             # A list's pop is atomic, so exactly one thread, which has finished the last step, gets the first item.
             if is_last.pop():
-                # The loop may have been closed meanwhile.
+                # The loop may have been closed by now.
                 with suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(end)
 

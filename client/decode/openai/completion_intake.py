@@ -270,7 +270,8 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=request.priority,
                         cache_salt=request.cache_salt,
-                        # A sequence has the same number of ranks for prompt and answer; the reply leaves out the rest.
+                        # A sequence has the same number of ranks for prompt and answer; the reply leaves out the
+                        # others.
                         ranks=max(request.ranks, request.prompt_ranks or 0),
                         scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),

@@ -44,7 +44,7 @@ class PageEvent:
         count: How often.
         seconds: The longest time that one of them took; 0 if they have no time.
         tokens: The total of tokens that were computed again.
-        detail: The cause of the last of them, or what was lost.
+        detail: The cause of the last of them, or the thing that was lost.
     """
 
     number: int

@@ -1,8 +1,9 @@
 """Grammars decide which tokens may come next, so that an answer has the form that its caller requested.
 
 llguidance computes the masks. Its work for a mask is limited (usually about 50 us). It accepts JSON Schema and context
-free grammars, compiles them lazily, and releases the interpreter's lock meanwhile. A grammar is a text in llguidance's
-Lark format. It comes from a tenant, so its size and the work for it are limited, and a text process checks it first.
+free grammars, compiles them lazily, and releases the interpreter's lock during these calls. A grammar is a text in
+llguidance's Lark format. It comes from a tenant, so its size and the work for it are limited, and a text process checks
+it first.
 """
 
 import asyncio
@@ -352,7 +353,7 @@ class Grammars:
         return outcome
 
     def forget(self, key: tuple[str, str]) -> None:
-        """Compile a tenant's grammar anew for its next request."""
+        """Compile a tenant's grammar again for its next request."""
         self._compiled.pop(key, None)
 
     async def stop(self) -> None:

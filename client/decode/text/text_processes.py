@@ -1,6 +1,6 @@
 """Reads tenants' texts in worker processes. Tenants take turns, each job has limits, and a worker may die.
 
-A tokenizer holds the interpreter's lock, the longer the text is the longer, and a chat template is a program that can
+A tokenizer holds the interpreter's lock for a time that grows with the text, and a chat template is a program that can
 use up all memory. In the process of the step loop, either would stop every tenant's tokens. If a job exceeds a limit,
 its request is refused and its worker is replaced. Other jobs are not affected.
 """

@@ -3,8 +3,8 @@ r"""Grammars that callers write: EBNF as llama.cpp and xgrammar have it (GBNF), 
     root ::= "yes" | "no" ws number{1,3}        start: "yes" | "no" _WS NUMBER~1..3
     ws ::= [ \t]*                               _WS: /[ \t]*/
 
-A grammar is read whole and written again from what was read: nothing else that the library's Lark has, such as schemas,
-special tokens or limits of a rule, can be in it. Its work is bounded before the library gets it.
+A grammar is parsed completely and written again from the result, so it can't contain other features of the library's
+Lark, such as schemas, special tokens or limits of a rule. Its work is bounded before the library gets it.
 """
 
 import re

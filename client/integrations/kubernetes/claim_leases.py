@@ -220,7 +220,7 @@ class ClaimLeases:
             except Disconnected:
                 raise
             except GpuLeaseError as error:
-                # This is not fatal, because the lease may have ended meanwhile. Its report decides.
+                # This is not fatal, because the lease may have ended by now. Its report decides.
                 self._on_message(f"lease {device.lease_id} is not renewed: {error}")
         report = self._report_of(device)
         return report["state"] == "active", str(report.get("cause") or report["state"])

@@ -1,4 +1,4 @@
-"""The daemon's cards as the cluster sees them: how much memory claims may hold on each, and each card's problems."""
+"""The daemon's cards as published to the cluster: the memory that claims may hold, and each card's problems."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final

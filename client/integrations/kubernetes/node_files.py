@@ -142,7 +142,7 @@ class NodeFiles:
                 os.close(descriptor)
                 yield False
                 return
-            # The previous holder may have removed the file meanwhile. Then this descriptor's lock excludes nobody.
+            # The previous holder may have removed the file by now. Then this descriptor's lock excludes nobody.
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(descriptor).st_ino:
                     break
@@ -210,7 +210,7 @@ class NodeFiles:
         (self._records / f"{uid}.json").unlink(missing_ok=True)
         sync_folder(self._records)
 
-    # --- what containers get ---
+    # --- files for containers ---
 
     def write_container_files(self, record: PreparedClaim, daemon_socket: Path) -> None:
         """Write the files for a claim's containers: users' folders, a file per lease, and the CDI specification."""

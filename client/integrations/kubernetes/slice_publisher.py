@@ -80,7 +80,8 @@ class SlicePublisher:
         self._cluster, self._node, self._devices, self._on_message = cluster, node, devices, on_message
         self._guard, self._changed, self._stopped = threading.Lock(), threading.Event(), threading.Event()
         self._stored: dict[str, dict[str, Any]] | None = None
-        # By the slice's name: the digest of the devices that were sent last, and the digest of what the server stored.
+        # By the slice's name: the digest of the devices that were sent last, and the digest of the devices that the
+        # server stored.
         self._stored_as: dict[str, tuple[str, str]] = {}
         # The newest version that the list or the watch has reported. Versions can be compared as numbers: Kubernetes
         # promises this since 1.35, and with etcd it was always true.

@@ -179,7 +179,7 @@ def service(folder: Path) -> None:
     """Renew the leases of running jobs, and free those of jobs without an epilog. For systemd, one per node."""
     records = JobRecords(folder)
     with (folder / SERVICE_LOCK).open("ab") as lock_file:
-        # By this lock the prolog knows that leases are renewed.
+        # This lock shows the prolog that leases are renewed.
         if not _lock(lock_file):
             raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
         polled_at_s: dict[tuple[str, str], float] = {}
@@ -195,8 +195,8 @@ def service(folder: Path) -> None:
 def count(jobs_per_card: int, address: str) -> None:
     """Print the counts of this node for slurm.conf and gres.conf. Its cards must be idle.
 
-    Each job's lease also costs its card one CUDA context, which Slurm does not count. So the count of vram is what the
-    cards can lease less the contexts of the jobs that share them.
+    Each job's lease also costs its card one CUDA context, which Slurm does not count. So the count of vram is the
+    memory that the cards can lease, less the contexts of the jobs that share them.
     """
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     counts = [countable_mib(card, jobs_per_card) for card in cards]
@@ -280,7 +280,7 @@ def _acquire_one(
         of_type = f", of the type {request.card_type}" if request.card_type else ""
         message = f"no card of this node is left for lease {number + 1} of {request.cards}{of_type}"
         refusal = RefusedForUser(message, failure=Failure(Status.CAPACITY_EXCEEDED, message))
-        # Try the emptiest card first, because Slurm spreads a job's devices. Another job may take its room meanwhile.
+        # Try the emptiest card first, because Slurm spreads a job's devices. Another job may take its room in between.
         for card in sorted(candidates, key=lambda card: -card["available_bytes"]):
             try:
                 return _acquire_on(job, record, request.size_bytes, number, card["uuid"], 0.0)

@@ -65,7 +65,7 @@ class JobRequest:
 
 
 def request_of_job(environment: Mapping[str, str]) -> JobRequest | None:
-    """Return what the job requests, from the prolog's environment; None if it requests no vram."""
+    """Return the memory that the job requests, from the prolog's environment; None if it requests no vram."""
     mark = _MARK.search(environment.get("SLURM_JOB_COMMENT", ""))
     if mark is None:
         return None
