@@ -1,7 +1,7 @@
 """Group commits for the journal and the audit log: a thread that commits, and replies that wait for it.
 
-The thread takes all that is queued and commits it at once; meanwhile the next group gathers. If the disk refuses,
-nothing is dropped: the thread keeps the group and tries again every second.
+The thread takes all queued items and commits them together; during the commit the next group gathers. If the disk
+refuses, nothing is dropped: the thread keeps the group and tries again every second.
 
 `DurableReplies` is the rule "a grant is reported only when it is durable": a grant that can't be made durable in time
 is revoked before its tenant receives it.
@@ -75,7 +75,7 @@ class CommitQueue(Generic[Item]):
             return self.accepted
 
     def _append(self, item: Item) -> None:
-        """Append an item, and see to it that the committer takes it. Called with the lock held."""
+        """Append an item, and make sure that the committer takes it. Called with the lock held."""
         self._items.append(item)
         self.accepted += 1
         if self._is_busy and not self._is_gathering:
@@ -182,7 +182,7 @@ class CommitTarget(ABC, Generic[Item]):
 
 
 class GroupCommitter(Generic[Item]):
-    """Commits items in a thread of its own, from `start` to `stop`.
+    """Commits items in a separate thread, from `start` to `stop`.
 
     Attributes:
         durable: The ticket of the last item that is on the disk.
@@ -258,11 +258,12 @@ class GroupCommitter(Generic[Item]):
                 queue.wait_for_close(RETRY_S)
             # Read this before the queue is emptied: then every item that was put before the close is taken.
             is_last = queue.is_closed
-            # A group that failed stays unchanged and is filled up: its items keep their order and go first.
+            # A group that failed stays unchanged and is filled up: its items keep their order and come first.
             if len(self._group) < target.max_group:
                 self._group += queue.take(target.max_group - len(self._group), 0 if self._failure else target.idle_s)
             self._try_to_commit()
-            # The last round is over when all is written, or when the disk still refuses: no second try at the exit.
+            # The last round ends when everything is written, or when the disk still refuses: there is no second attempt
+            # at the exit.
             if is_last and (self._failure or not len(queue)):
                 target.close()
                 return

@@ -4,10 +4,9 @@ A fact combines what no single effect contains: the requester and the time of th
 refusal of work. `lease_history` makes facts of events and their effects; the audit log, the log and the metrics read
 them.
 
-Two readers of events do not use facts. The journal writes rows directly from effects: what is durable must not depend
-on what is reported, and the daemon's own requests also change rows, although no fact answers them. The subscriptions
-read a lease's phase from the lease table, because it also changes with effects that make no fact (`SetDeadline`,
-`Warned`).
+Two readers of events do not use facts. The journal writes rows directly from effects: durability must not depend on
+reports, and the daemon's own requests also change rows, although no fact answers them. The subscriptions read a lease's
+phase from the lease table, because it also changes with effects that make no fact (`SetDeadline`, `Warned`).
 """
 
 from enum import Enum

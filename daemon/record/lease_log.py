@@ -60,7 +60,7 @@ class LeaseLog(FactRecorder):
         # The facts of the present event, and their lines, until `log_facts`.
         self._unlogged: tuple[Sequence[Fact], Sequence[_Line | None]] | None = None
 
-    # --- what happens ---
+    # --- events ---
 
     def attach(self, post: Callable[[Event], None]) -> None:
         self._inner.attach(post)
@@ -218,7 +218,7 @@ class LeaseLog(FactRecorder):
 
     def _log_facts(self, facts: Sequence[Fact], lines: "Sequence[_Line | None]") -> None:
         """Log requests and workers first, then the recorded facts, then the rest."""
-        # First pass: what led to the result. `lines` is shorter than `facts` if making one of them failed.
+        # First pass: the causes of the result. `lines` is shorter than `facts` if making one of them failed.
         for number, fact in enumerate(facts):
             kind = fact.kind
             if kind in _RECORDED:
@@ -228,7 +228,7 @@ class LeaseLog(FactRecorder):
                 self._log_queued(fact, facts)
             elif (first := _FIRST.get(kind)) is not None:
                 first(self, fact)
-        # Second pass: consequences. A lease that has ended needs its worker's process id no longer.
+        # Second pass: consequences. A lease that has ended no longer needs its worker's process id.
         for fact in facts:
             if fact.kind in (FactKind.ENDED, FactKind.FENCED):
                 self._pids.pop(fact.lease_id, None)

@@ -160,10 +160,10 @@ class AuditLog:
 
     Attributes:
         end: The last durable record.
-        findings: Problems that opening the log revealed and that an auditor must know, as particulars of a record;
-          empty if there are none. "torn": offset, size and hash of the bytes after the last record. "head": why the
-          head can't be read. "unanchored": the number of records after the head. "lost": the first and the last record
-          that are missing. "edited": the record whose hash differs.
+        findings: Problems that were found when the log was opened and that an auditor must know, as particulars of a
+          record; empty if there are none. "torn": offset, size and hash of the bytes after the last record. "head": why
+          the head can't be read. "unanchored": the number of records after the head. "lost": the first and the last
+          record that are missing. "edited": the record whose hash differs.
         previous: The head that opening read; None if it could not be read.
         attempted: The end of the chain after each record of the last `append`, which may have failed.
 

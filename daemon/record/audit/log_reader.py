@@ -49,7 +49,7 @@ class LogSource:
                 raise CannotRead(f"{path}: {error.strerror}") from None
 
     def records(self, verifier: Verifier | None = None) -> Iterator[AuditRecord]:
-        """Yield every line that is a record. `verifier` knows afterwards whether the chain is intact."""
+        """Yield every line that is a record. Afterwards `verifier` reports whether the chain is intact."""
         verifier = verifier or Verifier()
         for file, offset, line in self.lines():
             # The verifier reports lines that are not records.
@@ -66,7 +66,7 @@ def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
     folder = paths[0] if _is_folder(paths[0]) else paths[0].parent
     head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
     files: list[Path] = []
-    # Files keep the order in which they were given: the verifier reports an order that is wrong.
+    # Files keep the order in which they were given: the verifier reports a wrong order.
     for path in paths:
         try:
             files += log_files(path) if _is_folder(path) else [path]
@@ -130,7 +130,7 @@ def _text(value: Any) -> str:
 
 
 def found_text(details: Mapping[str, Any]) -> str:
-    """Describe what opening a log revealed (`AuditLog.findings`)."""
+    """Describe the problems that were found when a log was opened (`AuditLog.findings`)."""
     parts = []
     if torn := details.get("torn"):
         parts.append(

@@ -106,7 +106,10 @@ def _upgraded(fact: Fact) -> Particulars:
 
 
 def _move_done(fact: Fact) -> Particulars | None:
-    """Record only a move by another than the tenant; the record of the move itself says everything else."""
+    """Record only a move that someone other than the tenant requested.
+
+    The record of the move itself contains everything else.
+    """
     request = _request_of(fact)
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
@@ -114,7 +117,10 @@ def _move_done(fact: Fact) -> Particulars | None:
 
 
 def _park_done(fact: Fact) -> Particulars | None:
-    """Record only a park by another than the tenant; the record of the park itself says everything else."""
+    """Record only a park that someone other than the tenant requested.
+
+    The record of the park itself contains everything else.
+    """
     request = _request_of(fact)
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
@@ -124,7 +130,7 @@ def _park_done(fact: Fact) -> Particulars | None:
 def _free(fact: Fact) -> Particulars | None:
     """Record only a free by another than the tenant; the end of the lease records everything else."""
     request = _request_of(fact)
-    # A tenant that frees its own lease is the normal end: END says it.
+    # A tenant that frees its own lease is the normal end: END contains it.
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
     return {"action": "free", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
@@ -164,7 +170,7 @@ def _begin_submit(fact: Fact) -> Particulars:
     return _lease_of(fact) | particulars
 
 
-# --- what happens to leases ---
+# --- events of leases ---
 
 
 def _fault(fact: Fact) -> Particulars:

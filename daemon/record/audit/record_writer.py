@@ -1,7 +1,7 @@
 """Writes records to the audit log in a thread, from a bounded queue.
 
 If a write fails, the thread tries to open the log again every second. It then finds out which records reached the disk
-nevertheless, writes a `resume` record that says what happened, and continues.
+nevertheless, writes a `resume` record that describes the failure, and continues.
 """
 
 import time
@@ -21,7 +21,7 @@ BEAT_S: Final = 1.0
 
 
 class AuditWriter:
-    """Writes a log in a thread of its own, from `start` to `stop`.
+    """Writes a log in a separate thread, from `start` to `stop`.
 
     Args:
         open_log: Opens the log, given the last record that is known to be in it; called again after every failure.
@@ -52,7 +52,7 @@ class AuditWriter:
         self._committer.start(self._on_change)
 
     def put(self, kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> int:
-        """Queue a record of what happens now. Return its ticket, 0 if the queue is full. Never waits for the disk."""
+        """Queue a record of a present event. Return its ticket, 0 if the queue is full. Never waits for the disk."""
         return self._committer.put(draft_of(kind, data, now_ns))
 
     @property
@@ -80,7 +80,7 @@ class AuditWriter:
 
 
 def draft_of(kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> Draft:
-    """Make a record of what happens now; `now_ns` is the monotonic time, if the caller knows it already."""
+    """Make a record of a present event; `now_ns` is the monotonic time, if the caller has it already."""
     return Draft(kind, data, time.time_ns() // NS_PER_US, (now_ns or time.monotonic_ns()) // NS_PER_US)
 
 
@@ -176,7 +176,7 @@ class _LogTarget(CommitTarget[Draft]):
         finally:
             self._attempted = log.attempted
         self._is_begun = True
-        # Step 4: the log works. Report how it continues, and what opening it revealed.
+        # Step 4: the log works. Report how it continues, and the problems that were found when it was opened.
         if self._opening is not None:
             log_event(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
             if log.findings:
@@ -210,7 +210,7 @@ class _LogTarget(CommitTarget[Draft]):
             self._failed_us = time.monotonic_ns() // NS_PER_US
             log_event(LogEvent.AUDIT_FAILING, reason=str(error))
         self._problem = problem
-        # The descriptors may be in any state after a failed write; only a fresh look at the file is reliable.
+        # The descriptors may be in any state after a failed write; only reading the file again is reliable.
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -1,6 +1,6 @@
 """Takes the broker's records for the audit log, limits repeated ones, and holds grants until they are durable.
 
-Nothing here decides what the lease table does, with one exception: where the operator requires the log, a grant that
+This module does not influence the lease table, with one exception: where the operator requires the log, a grant that
 can't be recorded in time is revoked before its tenant receives it.
 """
 
@@ -195,7 +195,7 @@ class LogRecorder(FactRecorder):
         return None if self._writer is None else self._writer.figures()
 
     async def stop(self) -> None:
-        """Write the records that are queued, and close the log. By now the lease table causes no more records."""
+        """Write the records that are queued, and close the log. The lease table must cause no more records."""
         if self._writer is None:
             return
         # The STOP record has the counts of omitted records that no later record of a tenant can report.
@@ -325,7 +325,7 @@ MAX_NOTES_WAITING: Final = 4096
 repeatable records."""
 
 MAX_TENANTS: Final = 4096
-"""Maximum number of tenants with a budget of their own; more than a host has users. The others share one budget."""
+"""Maximum number of tenants with separate budgets; more than a host has users. The others share one budget."""
 
 
 class Budgets:

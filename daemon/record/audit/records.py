@@ -27,7 +27,7 @@ _encode: Final = compact_encoder(sorts_keys=True)
 
 
 class NotCanonical(ValueError):
-    """The value has no canonical bytes, or the bytes are not canonical; the message says why."""
+    """The value has no canonical bytes, or the bytes are not canonical; the message contains the reason."""
 
 
 def canonical_bytes(value: Any, depth: int = 0) -> bytes:
@@ -69,7 +69,7 @@ def _check(value: Any, depth: int) -> None:
     elif kind in (list, tuple):
         items = value
     else:
-        # A scalar at the top: checked as the only item of a list that does not count.
+        # A scalar at the top is checked as the only item of a list that does not count.
         items, depth = (value,), depth + 1
     if depth == 0:
         raise NotCanonical(f"objects and arrays are more than {MAX_DEPTH} deep")
@@ -186,11 +186,11 @@ ENDS: Final = frozenset({RecordKind.OVER, RecordKind.END, RecordKind.FENCE})
 
 
 class NotARecord(ValueError):
-    """The line is not a record; the message says why."""
+    """The line is not a record; the message contains the reason."""
 
 
 class NotAHead(ValueError):
-    """The bytes are not a head; the message says why."""
+    """The bytes are not a head; the message contains the reason."""
 
 
 class Draft(NamedTuple):

@@ -135,7 +135,10 @@ class Verifier:
         return record
 
     def finish(self) -> Verdict:
-        """Judge what only the end of the log shows, and return the verdict. Call it once, after the last line."""
+        """Check the facts that only the end of the log shows, and return the verdict.
+
+        Call it once, after the last line.
+        """
         verdict = self.verdict
         # A piece of a line at the very end has no record after it that could describe it.
         self._check_torn_bytes(None, "", 0)
@@ -185,7 +188,7 @@ class Verifier:
 
     def _check_head(self, file: str, offset_bytes: int) -> None:
         head, end = self._head, self.verdict.end
-        # The head's record is checked where it comes by, for a longer log is legal.
+        # The head's record is checked when it is reached, because a longer log is legal.
         if head is not None and not self._is_head_reached and end.seq == head.seq:
             self._is_head_reached = end.hash == head.hash
             if not self._is_head_reached:

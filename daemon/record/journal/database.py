@@ -44,7 +44,7 @@ _START_NEWER: Final = f"Start that version, {_OR_MOVE_ASIDE}"
 
 
 class JournalBroken(CannotStart):
-    """The journal can't be used. The hint says what to do, and what is lost by it."""
+    """The journal can't be used. The hint contains advice, and states what is lost by following it."""
 
 
 def not_whole(path: object, reason: str) -> JournalBroken:

@@ -2,7 +2,7 @@
 
 `FileJournal` gets every event with its effects before any effect is executed. `JournalProjector` turns them into
 changes of rows, a `GroupCommitter` writes those, and `DurableReplies` holds outcomes until everything before them is
-durable. Nothing here decides what the lease table does, with one exception: a grant that can't be recorded in time is
+durable. This module does not influence the lease table, with one exception: a grant that can't be recorded in time is
 revoked before its tenant receives it.
 """
 
@@ -273,7 +273,7 @@ class FileJournal(Journal):
         self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, row)])
 
     async def stop(self) -> None:
-        """Write the rest and close. The lease table is at rest by now."""
+        """Write the remaining changes and close. The lease table is at rest by now."""
         # Stop it in a thread, because the last commit waits for the disk and other tasks still run.
         is_whole = await asyncio.to_thread(self._committer.stop)
         if not is_whole:
@@ -301,7 +301,7 @@ class FileJournal(Journal):
         self._hold(do)
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Hold an outcome until every event so far is durable, which is simpler than to know which of them matter."""
+        """Hold an outcome until every event so far is durable: simpler than finding out which of them matter."""
         if isinstance(outcome, (SubmitReady, Checked)):
             # The journal keeps nothing of a check; and the next daemon learns of a submit from its worker.
             on_outcome(outcome)
@@ -435,7 +435,7 @@ _REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefuse
 
 
 class JournalProjector:
-    """Turns events and effects into changes of rows. It knows which leases have rows, and does no I/O.
+    """Turns events and effects into changes of rows. It keeps track of the leases that have rows, and does no I/O.
 
     Args:
         rows: Leases that have a row already.
@@ -567,7 +567,7 @@ class JournalProjector:
         if self._pids.pop(lease_id, None) is None:
             return
         changes.append(Change(RowKind.LEASE, lease_key(lease_id), None))
-        # Regions live inside their lease: their rows go with it.
+        # Regions are parts of their lease, so their rows are removed with it.
         changes += [Change(RowKind.REGION, lease_key(region), None) for region in self._regions.pop(lease_id, ())]
         if lease is None or not lease.tenant:
             return
@@ -584,7 +584,7 @@ class JournalProjector:
             self._regions.setdefault(row.lease_id, set()).add(region_id)
             changes.append(Change(RowKind.REGION, lease_key(region_id), row))
             return
-        # The table has dropped the region. Its row goes too, if it still has one.
+        # The table has dropped the region. Its row is removed, too, if it still has one.
         snapshot = table.get(region_id)
         with_rows = set() if snapshot is None else self._regions.get(snapshot.parent_id, set())
         if region_id in with_rows:

@@ -262,7 +262,7 @@ def _member(member: Enum | None) -> str:
 
 def read_lease(value: bytes) -> LeaseRow:
     """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
-    # A row is flat, and `LeaseRow` has its terms in an object of their own. Options that the row lacks get their
+    # A row is flat, but `LeaseRow` has its terms in a separate object. Options that the row lacks get their
     # defaults.
     members = _members(value, _LEASE_NAMES, LeaseRow.__name__)
     terms = {name: members.pop(name) for name in _TERMS if name in members}
@@ -360,7 +360,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowD
     deleted_keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     put_params: list[int | bytes] = []
     digest_change, written, dropped = 0, RowDigests(), []
-    # Sort by what to do: delete or write. Both replace the row's old value, which leaves the sum.
+    # Sort by operation: delete or write. Both replace the row's old value, which leaves the sum.
     for row, change in latest.items():
         kind, key = row
         if (digest := digests.get(row)) is None:

@@ -149,7 +149,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         families.CARD_INFO: {(card.uuid, str(card.index), card.name): 1 for card in cards},
         families.CARD_CAPACITY_BYTES: {(card.uuid,): card.capacity_bytes for card in cards},
         families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
-        # A drained node grants nothing, whatever is free. A drained card already reports 0.
+        # A drained node grants nothing, however much is free. A drained card already reports 0.
         families.CARD_AVAILABLE_BYTES: {
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
         },

@@ -126,7 +126,7 @@ class LeaseCounters:
             self._observe(families.FORWARD_TOLD_SECONDS, (status,), told_after_ns)
 
     def worked(self, pair: Labels, increments: Iterable[tuple[MetricFamily, float]]) -> None:
-        """Add what the sessions of a card and tenant did since the last call."""
+        """Add the work of a card's and a tenant's sessions since the last call."""
         for family, increment in increments:
             self.counters[family][pair] += increment
 
