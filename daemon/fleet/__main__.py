@@ -50,7 +50,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     set_name("gpul-fleet")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     go_on_logging("fleet", reopens=False)
-    # The first message has the settings; nothing is read from etcd before the sandbox holds.
+    # The first message contains the settings; nothing is read from etcd before the sandbox is active.
     channel = socket.socket(fileno=channel_fd)
     try:
         # The broker opened the certificates: this process reads them now and can't open files later.

@@ -17,7 +17,7 @@ EXIT_FAILED: Final = 1
 
 
 class NotDone(Exception):
-    """etcd refused a command's transaction, or did not answer it. The text says what to do."""
+    """etcd refused a command's transaction, or did not answer it. The text contains advice."""
 
 
 async def done(client: EtcdClient, transaction: Transaction) -> TransactionAnswer:

@@ -45,7 +45,7 @@ POLL_S: Final = 1.0
 
 
 class NotFenced(Exception):
-    """A node was not fenced, or its names are not free. The text says why, and what to do."""
+    """A node was not fenced, or its names are not free. The text contains the reason and advice."""
 
 
 def boot_s() -> float:

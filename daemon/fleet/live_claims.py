@@ -19,7 +19,7 @@ def parts_of(live: LiveClaims) -> Iterator[LiveClaimsPart]:
 
 
 class LiveParts:
-    """Collects the parts of what `parts_of` made."""
+    """Collects the parts that `parts_of` made."""
 
     def __init__(self) -> None:
         self._epochs: dict[str, int] = {}

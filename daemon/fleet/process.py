@@ -219,7 +219,7 @@ class FleetProcess:
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
             return
-        # Another node was quicker: this is not a refusal.
+        # Another node was faster, which is not a refusal.
         refusal = (
             outcome.reason if isinstance(outcome, TransactionRejected) and _IS_COMPACTED not in outcome.reason else ""
         )
@@ -249,7 +249,7 @@ class FleetProcess:
         self._sleep()
 
     def _sleep(self) -> None:
-        # One timer: the last order replaces the earlier ones.
+        # There is one timer: the last order replaces the earlier ones.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -41,7 +41,7 @@ ATTEMPTS: Final = 8
 
 
 class NotSet(Exception):
-    """A quota was not set. The text says why, and what to do."""
+    """A quota was not set. The text contains the reason and advice."""
 
 
 async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
@@ -51,7 +51,7 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
         Bytes that its leases use now.
     """
     for _ in range(ATTEMPTS):
-        # Step 1: read all shards, and refuse to overwrite one that can't be read: it may hold leases.
+        # Step 1: read all shards, and refuse to overwrite a shard that can't be read, because it may contain leases.
         answer = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
         shards = all_shards(tenant, read_shards(answer.found[0])).values()
         for shard in shards:

@@ -46,7 +46,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HANDSHAKES: Final = 32
-"""Limit on the relays that do not know their peer yet. An honest peer is unknown for one round trip. Stops peers
+"""Limit on the relays whose peer is not verified yet. An honest peer is unknown for one round trip. Stops peers
 that do not finish their handshakes from taking all relays."""
 
 MIN_HANDSHAKE_S: Final = 0.5
@@ -63,7 +63,7 @@ worker would wait for each other in turn. Stops a peer that does not read from h
 SPARE_RELAYS: Final = 4
 """Number of relays that are kept ready for connections. A lease and its session take two connections; the other
 relays are for tenants that connect at the same time. A connection that finds no ready relay waits for a fork. Each
-relay takes 3 MiB of its own."""
+relay takes 3 MiB of private memory."""
 
 REVOKED_CHECK_S: Final = 1.0
 """Seconds between two searches for open connections with a revoked certificate."""
@@ -461,7 +461,7 @@ class TlsAcceptor:
     def _become_relay(self, inner: socket.socket, report: socket.socket, identity: Identity) -> NoReturn:
         status = EXIT_BUG
         try:
-            # In the relay: undo what only the acceptor may do, then never return.
+            # This is the relay: give up the rights that only the acceptor may have, then never return.
             stop_logging()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -107,7 +107,7 @@ class PendingConnections:
         """Peek at the bytes that have arrived on one connection; the relay reads them later."""
         connection = self._pending[fd]
         try:
-            # Step 1: the first six bytes, which show what the peer begins.
+            # Step 1: check the first six bytes, which show what the peer has begun to send.
             begin = connection.sock.recv(PEEK_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             return
@@ -166,7 +166,7 @@ class PendingConnections:
             # Closing on unread bytes sends a reset, which discards the alert at the peer.
             connection.sock.recv(1 << 16)
         except OSError:
-            pass  # the peer goes without an alert
+            pass  # the peer gets no alert
         self._refuse(connection, "it does not speak TLS")
 
     def _refuse(self, connection: PendingConnection, reason: str) -> None:

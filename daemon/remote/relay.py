@@ -67,7 +67,7 @@ KEEPALIVE: Final = (
 
 
 class HandshakeFailed(Exception):
-    """The handshake failed; the message says why, for the operator."""
+    """The handshake failed; the message contains the reason for the operator."""
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class HandshakeTime:
         return self.left_s > 0
 
     def wait(self, poll: select.poll) -> bool:
-        """Wait for what `poll` watches. Returns False if that does not come in time."""
+        """Wait for the events that `poll` watches. Returns False if that does not come in time."""
         while self.count():
             wait_s = min(self.left_s, WAIT_S)
             is_ready = bool(poll.poll(wait_s * 1000))
@@ -332,7 +332,7 @@ class Pump:
         self._plain = memoryview(bytearray(BUFFER_BYTES))
         self._undelivered = _NOTHING
         self._unsent = _NOTHING
-        # *_ended: that side sends no more. *_closed: the relay has ended its own stream to that side.
+        # `*_ended`: that side sends no more. `*_closed`: the relay has ended its own stream to that side.
         self._net_ended = self._inner_closed = self._inner_ended = self._net_closed = False
         self._poll = select.poll()
         self._masks = dict.fromkeys((net.fileno(), inner.fileno()), -1)
@@ -356,12 +356,12 @@ class Pump:
 
     def _pump_up(self) -> bool:
         """Move bytes from the tenant inwards; False if there were none to move."""
-        # Take more only once everything before it is delivered: this bounds the bytes that the relay holds.
+        # Accept more only when everything before it is delivered: this bounds the bytes that the relay holds.
         if not self._undelivered and not self._net_ended:
             self._receive()
         if self._undelivered:
             return self._deliver()
-        # All is delivered and no more will come: end the stream inwards too.
+        # Everything is delivered and no more will come: end the inner stream, too.
         if self._net_ended and not self._inner_closed:
             self._inner_closed = True
             with contextlib.suppress(OSError):
@@ -371,7 +371,7 @@ class Pump:
 
     @property
     def _is_reading_paused(self) -> bool:
-        """Whether the tenant must first read what it is owed: TLS answers some of its messages (KeyUpdate)."""
+        """Whether the tenant must first read pending messages: TLS answers some of its messages (KeyUpdate)."""
         return self._outgoing.pending > BUFFER_BYTES
 
     def _receive(self) -> None:
@@ -409,7 +409,7 @@ class Pump:
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
             self._net_ended = True
         except ssl.SSLError as error:
-            # OpenSSL has made an alert that says why; send it before the connection breaks.
+            # OpenSSL has made an alert with the reason; send it before the connection breaks.
             self._send_once()
             raise Broken(error.reason) from None
         return count
@@ -489,8 +489,8 @@ class Pump:
     # --- waiting ---
 
     def _wait(self, timeout_s: float) -> None:
-        # Watch each socket only for what can be moved now: a socket that is ready and not served would make poll(2)
-        # return at once, again and again.
+        # Watch each socket only for bytes that can be moved now: a socket that is ready and not served would make
+        # poll(2) return at once, again and again.
         self._watch(
             self._net,
             select.POLLIN * (not self._net_ended and not self._undelivered and not self._is_reading_paused)

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.fleet.directory`: what `gpulease serve directory` runs."""
+"""`python -m gpulease.daemon.fleet.directory`: the process that `gpulease serve directory` runs."""
 
 import asyncio
 import contextlib

@@ -76,7 +76,7 @@ NO_TENANTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class CannotServe(Exception):
-    """A directory can't listen on an address. The text says why, and what to do."""
+    """A directory can't listen on an address. The text contains the reason and advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._connections.add(self)
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        # The timer first: it also bounds a peer that is refused below and does not read.
+        # Start the timer first: it also bounds a peer that is refused below and does not read.
         self._await(HELLO_TIMEOUT_S, f"no HELLO arrived within {HELLO_TIMEOUT_S:g} s")
         try:
             self._peer = self._peer_of(transport)
@@ -384,7 +384,7 @@ class DirectoryConnection(asyncio.Protocol):
         # The queue may call `_serve_turn` right away, if no other source waits.
         self._turns.enqueue(self._source, self._serve_turn)
         if self._is_queued and self._transport is not None:
-            # Let other sources go first; the kernel keeps the bytes that the peer sends meanwhile.
+            # Serve other sources first; the kernel keeps the bytes that the peer sends until then.
             self._transport.pause_reading()
 
     def _serve_turn(self) -> None:
@@ -402,7 +402,7 @@ class DirectoryConnection(asyncio.Protocol):
             self._on_event(event)
             if self._turns.is_quantum_over:
                 break
-        # More may be there: let the other sources go first.
+        # More bytes may have arrived: serve the other sources first.
         self._enqueue()
 
     def _on_event(self, event: Event) -> None:
@@ -478,7 +478,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._transport.write(frame)
 
     def _write_on(self) -> None:
-        """Write the rest of the answer, as far as the peer reads it."""
+        """Write the remaining part of the answer, as far as the peer reads it."""
         while self._unsent and not self._is_peer_slow and self._transport is not None:
             part, self._unsent = self._unsent[:WRITE_BUFFER_BYTES], self._unsent[WRITE_BUFFER_BYTES:]
             self._transport.write(part)

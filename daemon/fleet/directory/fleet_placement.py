@@ -69,18 +69,19 @@ def place(
         draw: Random numbers.
         silent_before_s: A time on the view's clock. Nodes with a record that last changed at this time or earlier are
           left out.
-        tells_holder: Whether the asker may know which node serves the name.
+        tells_holder: Whether the requester may know which node serves the name.
         choices: Maximum number of candidates.
 
     Returns:
         The candidates. The node that serves the name comes first, unless the tenant has tried it: its claim may have
-        ended since. That node is the only candidate if the asker may know it. If there are no candidates, the reasons.
+        ended since. That node is the only candidate if the requester may know it. If there are no candidates, the
+        reasons.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(query.name, silent_before_s) if query.name else None
     reported = holder if tells_holder else None
-    # Only the node that serves the name can grant it, so it comes first. An asker who may not know this node also gets
-    # other nodes, and can't distinguish it from them.
+    # Only the node that serves the name can grant it, so it comes first. A requester who may not know this node also
+    # gets other nodes, and can't distinguish it from them.
     first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in query.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)

@@ -68,7 +68,7 @@ class FleetView:
         self.horizon_s: float | None = None
         self.unreadable = UnreadableRecords()
         self._inventories: dict[str, InventoryRecord] = {}
-        """Nodes with an inventory key of their own, with or without a record."""
+        """Nodes with a separate inventory key, with or without a record."""
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
         self._is_indexing = True
@@ -184,7 +184,7 @@ class FleetView:
             # A daemon of an older version writes its inventory into its record, even if a newer one left an inventory
             # key.
             record = replace(record, inventory=_usable(record.inventory))
-        # The record's own inventory, else the one of the separate key, else none yet.
+        # Use the inventory in the record, or else that of the separate key, if there is one yet.
         inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
         # A heartbeat changes the record and rarely the inventory: then the computed rooms are still right.
         is_known = old is not None and old.inventory is inventory
@@ -215,9 +215,9 @@ class FleetView:
         return None
 
     def _show(self, node_id: str, inventory: InventoryRecord) -> None:
-        """Show a node with the present inventory of its own key."""
+        """Show a node with the present inventory of its separate key."""
         old = self.nodes.get(node_id)
-        # A record with an inventory of its own comes from an older daemon and goes first.
+        # A record that contains an inventory comes from an older daemon and takes precedence.
         if old is None or old.record.inventory is not None:
             return
         self.nodes[node_id] = old._replace(inventory=inventory, rooms=rooms_of(*inventory.cards))

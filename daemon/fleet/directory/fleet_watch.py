@@ -1,6 +1,7 @@
 """Keeps a directory's view up to date with etcd, and answers requests from it.
 
-After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it no longer knows which nodes live.
+After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it can't tell any more which nodes are
+alive.
 """
 
 import asyncio
@@ -321,7 +322,7 @@ class FleetWatch:
         counts = Counts()
         while True:
             await asyncio.sleep(COUNTS_S)
-            # Count only what came since the last line. Counters never decrease, so the difference is exact.
+            # Count only the changes since the last line. Counters never decrease, so the difference is exact.
             placements = self.counts.placements - counts.placements
             listings = self.counts.listings - counts.listings
             counts = Counts(self.counts.placements.copy(), self.counts.listings.copy())

@@ -74,7 +74,7 @@ def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
                 if not message.oneof_decl:
                     message.oneof_decl.add(name="union")
                 field.oneof_index = 0
-    # Step 2: a pool of its own, in which no other description of etcd exists.
+    # Step 2: make a separate pool, which contains no other description of etcd.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     descriptors = {name: pool.FindMessageTypeByName(f"{package}.{name}") for name in fields}

@@ -139,7 +139,7 @@ class WatchBatch:
 
 
 class WatchEnded(Exception):
-    """A watch can't continue; the subclass says why."""
+    """A watch can't continue; the subclass is the reason."""
 
 
 class Compacted(WatchEnded):

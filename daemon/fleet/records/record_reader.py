@@ -43,7 +43,7 @@ class Unreadable(NamedTuple):
 
 
 def read_record(kind: type[R], value: bytes) -> R | Unreadable:
-    """Read a value as JSON of that kind. Raises nothing, whatever the bytes are.
+    """Read a value as JSON of that kind. Raises nothing for any bytes.
 
     Ignores members that the kind does not have, so that nodes of two versions can form one fleet.
     """

@@ -733,7 +733,7 @@ class Member:
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
         """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
-        # From here on nothing of this membership is valid: neither its record, nor what it knew of the store.
+        # From here on this membership is void, including its record and its knowledge of the store.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
@@ -762,7 +762,7 @@ class Member:
         Otherwise send a heartbeat.
         """
         missed_ns = paused.missed_ns
-        # Earlier measurements are not valid any more: neither the others' of this clock, nor this node's of theirs.
+        # Earlier measurements are void: the other nodes' measurements of this clock, and this node's of theirs.
         self._clocks.forget(paused.instance)
         if missed_ns is None:
             # The other copy may continue with this node's record and nonces. From now on these count as another

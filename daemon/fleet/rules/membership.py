@@ -29,7 +29,7 @@ ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its 
 """The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S
-"""Nanoseconds for which an unreadable value is reported after it was last read: no answer tells the member that the
+"""Nanoseconds for which an unreadable value is reported after it was last read: no answer shows the member that the
 value was deleted."""
 
 MAX_CLOCK_ERROR: Final = 1.25

@@ -51,8 +51,8 @@ MAX_REQUESTS: Final = 1_024
 """Maximum number of claims that may wait on one node. Limits how often tenants can make a node ask etcd."""
 
 MAX_HOLDERS: Final = 1_024
-"""Maximum number of names with holders that are remembered from one request to the next. Bounds memory, whatever
-tenants ask for."""
+"""Maximum number of names with holders that are remembered from one request to the next. Bounds the memory that
+tenants' requests can take."""
 
 MAX_RELEASES: Final = 256
 """Maximum number of claims that heartbeats delete at the same time. Stops someone who writes thousands of claims under

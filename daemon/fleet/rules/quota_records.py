@@ -172,7 +172,7 @@ def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0)
     """Set budgets with that sum. Used bytes come first: a lease keeps its bytes."""
     listed = list(shards)
     used = [shard.used_bytes for shard in listed]
-    # There is enough for all: each shard gets the bytes that it uses, and an equal part of the rest.
+    # There is enough for all: each shard gets the bytes that it uses, and an equal part of the remaining bytes.
     if (spare := total_bytes - sum(used)) >= 0:
         budgets = [size + spare // len(listed) for size in used]
     else:

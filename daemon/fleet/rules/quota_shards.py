@@ -151,7 +151,7 @@ class QuotaShards:
             self._requests[demand.request] = _BytesRequest(demand, now_ns, self._read_nodes.get(demand.tenant, ()))
 
     def drop(self, request: int, now_ns: int) -> None:
-        """Forget a request, and remove what its last attempt wrote."""
+        """Forget a request, and remove the entry that its last attempt wrote."""
         pending = self._requests.pop(request, None)
         # Delete everything that its attempts may have written, because it would count against the tenant.
         if pending and (pending.is_asking or pending.may_be_written):
@@ -232,7 +232,7 @@ class QuotaShards:
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` has something to do; None if nothing is due by itself."""
-        # An attempt in progress has no time of its own: its answer is the next event.
+        # An attempt in progress needs no timer, because its answer is the next event.
         waiting = [request for request in self._requests.values() if not request.is_asking]
         deadlines = [max(request.demand.wait_until_ns, now_ns) for request in waiting]
         tries = [request.next_ns for request in waiting] if self._membership.is_member(now_ns) else []
@@ -338,8 +338,8 @@ class QuotaShards:
             request.nodes = tuple(nodes)
             self._remember(demand.tenant, request.nodes)
             return
-        # The quota suffices. Move what the home shard lacks from the shards with the most free bytes. Move at least
-        # half of the free bytes of each, for the tenant's next leases.
+        # The quota suffices. Move the bytes that the home shard lacks from the shards with the most free bytes. Move at
+        # least half of the free bytes of each, for the tenant's next leases.
         missing = demand.size_bytes - (home.budget_bytes - home.used_bytes)
         # While one shard is overdrawn, the free bytes of the others are fewer than they seem. So this write must
         # compare all shards.

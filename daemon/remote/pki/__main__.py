@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.remote.pki`: what `gpulease pki` runs."""
+"""`python -m gpulease.daemon.remote.pki`: the program that `gpulease pki` runs."""
 
 import datetime
 import sys

@@ -58,7 +58,7 @@ _ISSUING = x509.KeyUsage(
 
 
 class PkiError(Exception):
-    """A request that the authority refuses; the message is a sentence that says why."""
+    """A request that the authority refuses; the message is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
