@@ -29,7 +29,7 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class _Driver(click.Choice[str]):
-    """A driver by name. A mistyped one is answered with a name that is close."""
+    """A driver by name. For a mistyped one, the error suggests a similar name."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         hint = did_you_mean(value, self.choices, "")

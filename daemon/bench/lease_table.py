@@ -79,7 +79,7 @@ SETTLE_MS: Final = 2000
 """Time until the first of these leases expires: by then, all are granted."""
 
 RENEWALS_PER_S: Final = 1000
-"""Rate at which the other half is renewed meanwhile."""
+"""Rate at which the other half is renewed at the same time."""
 
 BURST: Final = 1000
 """Leases that expire at one moment."""
@@ -271,7 +271,7 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
     await load.ask(load.acquire(SETTLE_MS + int(EXPIRY_S * 1000 * number / half)) for number in range(half))
     begin_s = time.monotonic()
     renewed = 0
-    # The other half is renewed meanwhile, at a steady rate: expiry must be on time under load.
+    # The other half is renewed at the same time, at a steady rate: expiry must be on time under load.
     while len(workers.late_ms) < half:
         await asyncio.sleep(0.005)
         due = int((time.monotonic() - begin_s) * RENEWALS_PER_S) - renewed

@@ -1,6 +1,6 @@
-"""`python -m gpulease.daemon.bench.revocation DRIVER CARD PTX_FILE COUNT`: times how soon a worker sees its lease end.
+"""`python -m gpulease.daemon.bench.revocation DRIVER CARD PTX_FILE COUNT`: times the end of a worker's lease.
 
-Prints one JSON object.
+Measures how soon a worker notices that its lease has ended, and prints one JSON object.
 
 A session in this process receives launches as fast as it takes them, like a worker's session. Another process sets the
 revocation word of the session's page at a random time, as the broker does. Two figures are measured: the time from then

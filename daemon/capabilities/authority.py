@@ -204,7 +204,7 @@ class CapabilityAuthority:
         # A token from before the host's restart may seem to be valid for too long. Refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
             raise CapabilityDenied(TokenCheck.EXPIRED, "the token has expired", "Get a new token.")
-        # Check what only the node knows: the lease's current state, and the revoked tokens.
+        # Check the facts that only the node has: the lease's current state, and the revoked tokens.
         self._check_lease(claims)
         if self._revoked.is_used(claims.lease_id, claims.nonce):
             raise CapabilityDenied(TokenCheck.REVOKED, "the token was revoked", "Ask its issuer for another token.")

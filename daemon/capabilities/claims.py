@@ -20,7 +20,7 @@ class Demand(Enum):
 
 
 MAX_TOKEN_TTL_S: Final = 300
-"""Longest life of a token. A stolen token is of use for no longer, even if its lease is renewed for a day."""
+"""Longest life of a token. A stolen token can be used for at most this time, even if its lease is renewed for a day."""
 
 DEFAULT_TOKEN_TTL_S: Final = 60.0
 

@@ -65,7 +65,8 @@ class KeyRing:
             raise ValueError(f"a key ring must have 1 to {MAX_KEYS} keys, each with a different number")
         self.node_id = node_id
         newest = max(number for number, _ in keys)
-        # The file does not say when the older keys were retired. Counted from now, their tokens still end in time.
+        # The file does not contain the times at which older keys were retired. Counted from now, their tokens still end
+        # in time.
         self._keys = {number: Key(number, key, None if number == newest else now_ns) for number, key in keys}
         self._newest = newest
         self._signs_since_ns = now_ns
@@ -80,7 +81,7 @@ class KeyRing:
         return self._keys[self._newest]
 
     def age_ns(self, now_ns: int) -> int:
-        """Return how long the newest key has signed, as far as this process knows."""
+        """Return for how long the newest key has signed, as far as this process can tell."""
         return now_ns - self._signs_since_ns
 
     def all(self, now_ns: int) -> list[Key]:
@@ -139,7 +140,7 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
         return ring
     except OSError as error:
         raise KeyFileBroken(f"the key file {path} can't be read: {error.strerror}") from None
-    # Checked on the descriptor and not on the path, which could name another file by now.
+    # Check the descriptor and not the path, which could name another file by now.
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         os.close(fd)

@@ -123,7 +123,7 @@ def public_key(key: Key) -> PublicKey:
 
 def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     """Check a token's signatures and read it. Raises CapabilityDenied: MALFORMED or UNKNOWN_KEY."""
-    # Before the library sees it: parsing costs time in proportion to the length.
+    # Check the length before parsing, which takes time in proportion to it.
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token must have at most {MAX_TOKEN_BYTES} bytes, not {len(token)}")
     # The library hides the callback's error, so the key, or the number of an unknown key, is recorded here.
@@ -177,7 +177,7 @@ def _read(biscuit: Biscuit) -> Claims:
         raise _malformed(f"a token must have at most {MAX_BLOCKS} blocks, not {count}")
     remaining, narrowed_ms = None, None
     for number in range(1, count):
-        # A third party's block would be evaluated with facts of its own.
+        # A third party's block would be evaluated with its separate facts.
         if biscuit.block_external_key(number) is not None:
             raise _malformed(f"block {number} is signed by a third party")
         try:
@@ -201,7 +201,7 @@ def _read(biscuit: Biscuit) -> Claims:
 
 
 def _authority(biscuit: Biscuit) -> Claims:
-    """Return the claims of the first block, which the daemon signed. Queries see no other block's facts."""
+    """Return the claims of the first block, which the daemon signed. Queries do not use the facts of other blocks."""
     authorizer = _limited("allow if true", {}).build(biscuit)
     (fact,) = authorizer.query(Rule(_CLAIMS))
     lease, tenant, generation, audience, _, _, expires_ms, nonce = fact.terms

@@ -101,7 +101,7 @@ class OnStop(Enum):
 
 
 class ConfigError(Misconfigured):
-    """A setting that can't be used; the message says which and why."""
+    """A setting that can't be used; the message names it and the reason."""
 
 
 # --- readers of values in the file ---
@@ -727,7 +727,7 @@ def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
 def check_worker_user(name: str) -> None:
     """Check that the user exists and is not root. Raises ValueError."""
     try:
-        # Looked up on this host, so it is checked at the start and not when the file is read.
+        # It is looked up on this host, so it is checked at the start and not when the file is read.
         user = pwd.getpwnam(name)
     except KeyError:
         raise ValueError(

@@ -65,7 +65,7 @@ class Guest:
             f"the token with which this connection attached does not permit {name}, only {allowed}",
             hint="Attach with a token that permits the operation.",
         )
-        # A quiet request has no reply of its own. The refusal would be reported at the next sync, which may come from
+        # A quiet request has no reply. The refusal would be reported at the next sync, which may come from
         # another connection.
         if frame.flags:
             raise FramingError(

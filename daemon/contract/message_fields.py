@@ -1,7 +1,7 @@
 """Fields of the messages between our processes: how each is packed, and which values are accepted.
 
 A message class is a frozen dataclass derived from `Message`. Each of its fields is annotated with a `FieldKind`:
-`Annotated[int, integer(0, MAX_PID)]`. `Message.to_map` and `Message.from_map` do the rest.
+`Annotated[int, integer(0, MAX_PID)]`. `Message.to_map` and `Message.from_map` convert messages by these declarations.
 
 Versions differ between processes: an upgraded broker takes over the zygote and the workers of its predecessor. So
 `from_map` ignores keys that it does not know. A field with a default may be missing, because an older process does not

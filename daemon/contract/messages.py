@@ -597,8 +597,8 @@ class RegionEndedReport(Message):
     Attributes:
         freed_bytes: Bytes that were released to the card.
         kept_bytes: Bytes that stay mapped in the region's place until the session releases its address.
-        shown_bytes: By how many bytes the driver's figure of free memory grew meanwhile. Other processes change that
-          figure, too.
+        shown_bytes: By how many bytes the driver's figure of free memory grew during the operation. Other processes
+          change that figure, too.
     """
 
     OP: ClassVar[str] = "region_ended"
@@ -653,7 +653,7 @@ class ForwardRevokedReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class SliceResizedReport(Message):
-    """The session's slice now has this size. `doubt` says why that is not the ordered size; "" if it is."""
+    """The session's slice now has this size. `doubt` is the reason why that is not the ordered size; "" if it is."""
 
     OP: ClassVar[str] = "resized"
     size_bytes: Annotated[int, U64.named("size")]
@@ -666,10 +666,10 @@ class ParkRefusal(Enum):
     Attributes:
         RUNNING: Something that it launched did not end in time.
         REGIONS: One of its regions is being opened or ended.
-        NO_MEMORY: It has no host memory, or too little: `ParkRefusedReport.needed_bytes` says how much it needs.
+        NO_MEMORY: It has no host memory, or too little: `ParkRefusedReport.needed_bytes` is the amount that it needs.
         NOT_PARKABLE: Its lease is not parkable.
         LOST: Its context is lost.
-        OVER: The lease ended meanwhile.
+        OVER: The lease has ended by then.
         FAILED: The driver refused a call.
     """
 
@@ -688,8 +688,8 @@ class ParkedReport(Message):
 
     Attributes:
         moved_bytes: Bytes of the pages, including those of regions.
-        shown_bytes: By how many bytes the driver's figure of free memory grew meanwhile. Other processes change that
-          figure, too.
+        shown_bytes: By how many bytes the driver's figure of free memory grew during the operation. Other processes
+          change that figure, too.
         waited_ns: Time spent waiting for outstanding work.
         copied_ns: Time to copy the bytes, and to prepare host memory that was not prepared before.
         released_ns: Time to unmap and release the pages.

@@ -91,7 +91,7 @@ class BrokerRegionsPage:
         self._views.lease[0] = -status
 
     def close(self) -> None:
-        """Unmap the page and close the descriptor. The worker has a descriptor of its own."""
+        """Unmap the page and close the descriptor. The worker has a separate descriptor."""
         self._views.release()
         self._map.close()
         if self.reading_fd >= 0:

@@ -2,8 +2,8 @@
 
 A worker packs the image, the broker keeps it without reading it, and another worker of the same lease unpacks it. The
 image records everything that must be equal in the other process: addresses, numbers and handles that the tenant's data
-may contain. A session that has something that the image can't hold can't leave its process (`LeaveRefusedReport`). It
-can only be parked warm.
+may contain. If the image can't represent a part of a session, the session can't leave its process
+(`LeaveRefusedReport`). It can only be parked warm.
 
 Holders are numbered: UNHELD, LEASE, then one for each connection, from FIRST_CONNECTION on.
 """

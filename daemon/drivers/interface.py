@@ -813,7 +813,7 @@ class Context(Protocol):
 
 
 class Driver(Protocol):
-    """A kind of card, and what its workers need."""
+    """A kind of card, and the requirements of its workers."""
 
     @property
     def name(self) -> str:

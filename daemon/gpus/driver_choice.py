@@ -27,7 +27,7 @@ def has_nvidia_driver() -> bool:
 def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
     """Return a driver's cards; "auto" means cuda if an NVIDIA driver is present, working or not, else cpu.
 
-    Raises CardsUnavailable: an operator with a broken driver wants an error, not computation on the host.
+    Raises CardsUnavailable: an operator with a broken driver needs an error, not computation on the host.
     """
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
         warning = "" if driver == "cpu" else EMULATION_WARNING

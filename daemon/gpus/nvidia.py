@@ -90,7 +90,7 @@ class NvidiaCards:
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """Return the bytes of a process, by NVML. Raises CardsUnavailable if NVML does not show them.
 
-        Without that figure neither admission nor the proof of a reclaim would mean anything.
+        Without that figure, admission and the proof of a reclaim would be meaningless.
         """
         try:
             used_bytes = self._processes(card_uuid).get(pid, 0)
@@ -151,8 +151,8 @@ class NvidiaCards:
         self._listings[uuid] = SharedCall(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        # A card is measured once in each boot, before the first lease: later, the bytes of leases could not be told
-        # from the bytes of others.
+        # A card is measured once in each boot, before the first lease: later, the bytes of leases could not be
+        # distinguished from the bytes of others.
         if (measured := rows.get(uuid)) is not None:
             # Present use belongs to leases that are taken over, and to leases that are just ending.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes

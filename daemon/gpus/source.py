@@ -1,4 +1,4 @@
-"""The interface between the broker and the code that knows the cards; retries and shared calls of the driver."""
+"""The interface between the broker and the code that queries the cards; retries and shared calls of the driver."""
 
 import asyncio
 import threading

@@ -1,1 +1,1 @@
-"""Wrappers of what the daemon needs of Linux: processes, threads, channels, descriptors, sockets and memory."""
+"""Wrappers of Linux features for the daemon: processes, threads, channels, descriptors, sockets and memory."""

@@ -12,7 +12,7 @@ class CannotStart(Exception):
     """The daemon can't start; a later start may succeed. The message is a sentence for the operator.
 
     Attributes:
-        hint: A sentence that says what the operator can do, or "".
+        hint: A sentence with advice for the operator, or "".
         status: The exit status of the daemon, one of sysexits(3). With EX_UNAVAILABLE and EX_IOERR a later start may
             succeed. With EX_CONFIG, EX_DATAERR, EX_OSERR and EX_NOPERM a restart would fail the same way.
     """

@@ -1,8 +1,8 @@
 """A ring of buffers in host memory through which bytes are copied, while both of its ends copy at the same time.
 
-One end fills the buffers in order, the other one empties them in order. Each end is a card, which the driver has copy,
-or host memory, which threads copy. Both may be ends of one process; or the ring is shared by two processes, and the
-bytes pass from a card in one to a card in the other. A single thread drives an end: `advance` never waits.
+One side fills the buffers in order, and the other side empties them in order. Each end is a card, which the driver has
+copy, or host memory, which threads copy. Both may be ends of one process; or the ring is shared by two processes, and
+the bytes pass from a card in one to a card in the other. A single thread drives an end: `advance` never waits.
 
 The numbers of filled and of emptied buffers are in the ring's memory. A process that shares it may be compromised, so
 each end checks the other's number before it uses it; the bytes are those of one session, to which both processes
@@ -33,7 +33,7 @@ STALL_S: Final = 10.0
 ended. A card copies a buffer within a millisecond."""
 
 PAUSE_S: Final = 0.0001
-"""Pause between two looks at a ring in which nothing can be done, in seconds."""
+"""Pause in seconds between two checks of a ring in which nothing can be done."""
 
 _HEAD_BYTES: Final = mmap.PAGESIZE
 _SIZE_BYTES: Final = _HEAD_BYTES + BUFFERS * BUFFER_BYTES
@@ -122,7 +122,7 @@ class CopyRing:
 
     @property
     def filled(self) -> int:
-        """Number of buffers that were filled so far, as that end says."""
+        """Number of buffers filled so far, as that side reports it."""
         return int(self._words[_FILLED])
 
     @filled.setter
@@ -131,7 +131,7 @@ class CopyRing:
 
     @property
     def emptied(self) -> int:
-        """Number of buffers that were emptied so far, as that end says."""
+        """Number of buffers emptied so far, as that side reports it."""
         return int(self._words[_EMPTIED])
 
     @emptied.setter
@@ -163,7 +163,7 @@ class RingEnd:
     Args:
         ring: The ring.
         left: The batches.
-        begin: Begins to copy a batch from or to a buffer at an address; returns what stands for the copy.
+        begin: Begins to copy a batch from or to a buffer at an address; returns an object that represents the copy.
         is_done: Returns whether such a copy has ended. Raises the error that ended it.
         fills: Whether it fills the buffers.
     """

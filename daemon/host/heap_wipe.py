@@ -55,7 +55,7 @@ def is_heap_wiped() -> bool:
 
 def _is_left(size_bytes: int) -> bool:
     """Return whether a block of this size keeps its content after it was freed."""
-    # PyDLL keeps the interpreter's lock, so nothing else in Python is given the block meanwhile.
+    # PyDLL keeps the interpreter's lock, so no other Python code is given the block during the call.
     libc = ctypes.PyDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]

@@ -19,7 +19,10 @@ MAX_TURNS: Final = 2_000
 
 
 class LoopPolling:
-    """Polls in the running event loop for a few times `POLL_NS`. Whatever arrives meanwhile is served as usual."""
+    """Polls in the running event loop for a few times `POLL_NS`.
+
+    Requests that arrive during that time are served as usual.
+    """
 
     def __init__(self) -> None:
         self._poll_ns = POLL_NS if has_cores_to_poll() else 0

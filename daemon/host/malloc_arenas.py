@@ -1,4 +1,4 @@
-"""Keeps all threads of a process in malloc's first arena, so that no thread reserves addresses for an arena of its own.
+"""Keeps all threads of a process in malloc's first arena, so that no thread reserves addresses for a separate arena.
 
 By default the first malloc of a further thread reserves 64 MiB of addresses (glibc manual, "Tunables":
 glibc.malloc.arena_max). When that happens depends on the scheduler.

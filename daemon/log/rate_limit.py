@@ -42,7 +42,7 @@ class RateLimitedLog:
 
     def add(self, peer: str, reason: str) -> None:
         """Log the event about a peer, or count it if a line was logged in the last LINE_EVERY_S."""
-        # The count of the lines left out goes with the next line that is logged.
+        # The next line that is logged contains the number of suppressed lines.
         suppressed = self._limit.admit()
         if suppressed is not None:
             log_event(self._event, peer=peer, reason=reason[:MAX_REASON_CHARS], suppressed=suppressed or None)

@@ -252,7 +252,7 @@ def _constant_part(level: str, event: str, message: str, process: str, pid: int 
 class HumanShape:
     """Time, level, message and fields: `2026-03-01 12:00:00.000 INFO    lease granted  lease_id=… tenant=ann`.
 
-    A field is left out if the message contains its value. A traceback follows in lines of its own, each marked as one.
+    A field is left out if the message contains its value. A traceback follows in separate lines, each marked as such.
     """
 
     def __init__(self, *, in_colour: bool = False, for_journal: bool = False) -> None:
@@ -435,7 +435,7 @@ class QueueingHandler(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, wait no more."""
+        """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, do not wait again."""
         deadline_s = time.monotonic() + FLUSH_S
         with self._changed:
             # Lines that were taken are not written yet, so the queue alone does not show that all is out.
@@ -589,7 +589,7 @@ class NonblockingWriter:
             written = self._write(data)
         except OSError:
             return False
-        # Not even the rest fitted: the new line was not begun, so it counts as dropped.
+        # Not even the remaining part of the torn line fitted. The new line was not begun, so it counts as dropped.
         if written < len(self._torn_rest):
             self._torn_rest = self._torn_rest[written:]
             return False

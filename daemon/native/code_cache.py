@@ -56,7 +56,7 @@ def keep_for_workers(owner: int) -> int | None:
     directory, or creating it failed.
     """
     folder = None
-    # Only with the operator's setting is the folder shared: see the module's docstring.
+    # The folder is shared only with the operator's setting: see the module's docstring.
     if os.environ.get(DIRECTORY_VARIABLE):
         folder = open_for(owner, Path(os.environ[DIRECTORY_VARIABLE]) / f"{WORKERS_FOLDER}-{owner}")
     _for_workers[:] = [None if folder is None else PrivateFolder(folder)]
@@ -75,7 +75,7 @@ def load_ir(text: str) -> NativeCode:
 
 @cache
 def _identity(maker: ModuleType) -> bytes:
-    """Return a hash of what turns content into code: the sources of `maker` and this package, LLVM, the processor."""
+    """Return a hash of the sources of `maker` and this package, of LLVM's version and of the processor."""
     digest = hashlib.sha256(target_identity().encode())
     for package in (native, maker):
         for name, data in sorted(_sources(files(package), "")):

@@ -86,7 +86,7 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
     """Compile IR to object code, which calls by name and holds no address of this process. Raises BadIr."""
     initialise()
     try:
-        # A context of its own: LLVM's global context keeps every constant that it has seen.
+        # A separate context: LLVM's global context keeps every constant that it has seen.
         module = llvm.parse_assembly(text, llvm.create_context())
         module.verify()
     except RuntimeError as error:

@@ -85,7 +85,7 @@ class PrivateFolder:
             folder = os.dup(self._directory)
         else:
             folder = os.open(self._directory, _OPEN_DIRECTORY)
-        # Checked on the open descriptor, so that the directory can't be exchanged after the check.
+        # Check the open descriptor, so that the directory can't be exchanged after the check.
         status = os.fstat(folder)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             os.close(folder)
@@ -128,7 +128,7 @@ def _read_own(name: str, folder: int) -> bytes | None:
         is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
         if not is_ours or status.st_size > MAX_ENTRY_BYTES:
             return None
-        # Ask for no more than the file holds: read() allocates, and may fill, that much memory first.
+        # Request no more bytes than the file has, because read() first allocates, and may fill, that much memory.
         return file.read(status.st_size)
 
 
@@ -155,7 +155,7 @@ def _prune(folder: int) -> None:
             # Another process has removed it.
             continue
         entries.append((status.st_mtime_ns, name, status.st_size))
-    # By time of last use, oldest first, until both bounds hold.
+    # Remove files in the order of their last use, oldest first, until both bounds are met.
     total, count = sum(size for _, _, size in entries), len(entries)
     for _, name, size in sorted(entries):
         if total <= MAX_CACHED_BYTES and count <= MAX_CACHED_ENTRIES:

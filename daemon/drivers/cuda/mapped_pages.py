@@ -1,8 +1,8 @@
 """Memory of the card that this process maps itself (CUDA driver API, "Virtual Memory Management").
 
 Addresses are reserved first; then memory is allocated on the card in pieces, and each piece is mapped into reserved
-addresses. So a piece can leave its addresses and another one take its place: that is how regions end
-(region_pages.py), and how a parkable session leaves the card and returns to the same addresses (slice_pages.py).
+addresses. So a piece can leave its addresses and another one can take its place. In this way regions end
+(region_pages.py), and a parkable session leaves the card and returns to the same addresses (slice_pages.py).
 
 Parking. All pieces are copied to host memory, one after another, unmapped and released. Until they return, changes are
 made only to the records and to the copy: bytes that are dropped are zeroed in the copy, and mappings are only recorded.

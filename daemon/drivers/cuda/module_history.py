@@ -18,7 +18,7 @@ class ModuleHistory:
     """The modules of one context, by the numbers that `add` returns, in the order in which they were loaded."""
 
     def __init__(self) -> None:
-        # Of each loaded module: its bytes, and whether it has variables.
+        # The bytes of each loaded module, and whether it has variables.
         self._loaded: dict[int, tuple[int, bool]] = {}
         self._last = 0
         # The first number of a module that was unloaded before one that is still loaded.
