@@ -110,7 +110,7 @@ def _children(pid: int) -> list[int]:
 
 
 def marked(mark: str) -> list[ProcessInfo]:
-    """Return the running processes that have `mark` in their environment, and their descendants.
+    """Return the running processes that have `mark` in their environment, and their children, zombies included.
 
     Only root can read a worker's environment. Without root, workers are found as descendants of their parents.
     """
