@@ -114,7 +114,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.fast_dataclass import replace
 from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
-from gpulease.protocol.opcodes import Exclusivity, Status
+from gpulease.protocol.opcodes import Exclusivity, Status, Waiting
 
 _TIMER_KINDS: Final = tuple(TimerKind)
 
@@ -575,8 +575,8 @@ class Runtime:
         # A session that comes from another worker keeps its addresses.
         if isinstance(effect, RestartWorker):
             spec = replace(spec, opened_bytes=self.workers.images.opened_bytes(effect.lease_id))
-        # A warm worker is ready within a millisecond, and within another one its client opens the session.
-        if self.workers.context_pid(effect.lease_id):
+        # A warm worker is ready in a millisecond, and its client opens the session in another, unless it waits asleep.
+        if spec.waiting is not Waiting.BLOCK and self.workers.context_pid(effect.lease_id):
             self._polling.stay_awake(periods=2)
         self.workers.spawn(spec)
 

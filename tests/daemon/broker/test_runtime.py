@@ -60,7 +60,7 @@ from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.monitors import CardWatch
 from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Status, Waiting
 
 LEAVING = 20
 """Clients, one after the other: far more than may wait at a time."""
@@ -460,14 +460,14 @@ def test_the_loop_stays_awake_while_a_warm_context_becomes_a_session(monkeypatch
         seen: list[str] = []
         monkeypatch.setattr(runtime._polling, "stay_awake", lambda periods: seen.append(f"awake {periods}"))
         monkeypatch.setattr(workers, "spawn", lambda spec: seen.append("spawned"))
-        for lease_id, pid in ((5, 0), (6, 7)):
+        for lease_id, pid, waiting in ((5, 0, None), (6, 7, None), (7, 8, Waiting.BLOCK)):
             # Only a worker that has its context, a warm one, has this process id.
             monkeypatch.setattr(workers, "context_pid", lambda _, pid=pid: pid)
             request = runtime.expect(lambda _: seen.append("granted"))
-            runtime.post(AcquireRequested(request, "ann", lease_id, LeaseTerms(100, 60_000)))
+            runtime.post(AcquireRequested(request, "ann", lease_id, LeaseTerms(100, 60_000, waiting=waiting)))
             runtime.post(WorkerReady(lease_id))
         await runtime.stop()
         return seen
 
-    # A new worker takes too long to poll for it.
-    assert asyncio.run(story()) == ["spawned", "granted", "awake 2", "spawned", "granted"]
+    # A new worker takes too long to poll for it. A tenant that chose BLOCK does not poll either.
+    assert asyncio.run(story()) == ["spawned", "granted", "awake 2", "spawned", "granted", "spawned", "granted"]
