@@ -17,7 +17,7 @@ import click
 from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.lease_options import LeaseArguments, lease_options, time_option
-from gpulease.client.console.exit_status import MissingPrerequisite
+from gpulease.client.console.exit_status import MissingPrerequisite, if_interrupted
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.core import lease as engine
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
@@ -109,7 +109,9 @@ def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
 
     LEASE_ID defaults to GPULEASE_LEASE_ID.
     """
-    renewed: LeaseRenewed = ask_about(lease_id, Opcode.LEASE_RENEW, LeaseRenew(lease_id, ttl_ms))
+    note = f"Lease {lease_id} may have been extended: see gpulease leases."
+    with if_interrupted(lambda: note):
+        renewed: LeaseRenewed = ask_about(lease_id, Opcode.LEASE_RENEW, LeaseRenew(lease_id, ttl_ms))
     # A program reads the JSON object; its times are those of the reply.
     if as_json:
         fields = {"lease_id": str(lease_id), "generation": renewed.generation, "ttl_ms": renewed.ttl_ms}
@@ -131,11 +133,13 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
     This opens a session: unless the lease is SHARED, its session must not be open elsewhere.
     """
     if memory:
-        freed_bytes = _reset(lease_id)
+        with if_interrupted(lambda: f"Memory of lease {lease_id} may have been freed: see gpulease leases."):
+            freed_bytes = _reset(lease_id)
         fields = {"lease_id": str(lease_id), "freed_bytes": freed_bytes}
         click.echo(json.dumps(fields) if as_json else f"{size_text(freed_bytes)} of lease {lease_id} were freed.")
         return
-    ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
+    with if_interrupted(lambda: f"Lease {lease_id} may have been freed: see gpulease leases."):
+        ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
     click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} was freed.")
 
 

@@ -7,6 +7,7 @@ import click
 
 from gpulease.client.cli.daemon_modules import FLEET, PASSES_ON, become_module, words_argument
 from gpulease.client.cli.drain import cancel_option, drain_text, within_option
+from gpulease.client.console.exit_status import if_interrupted
 from gpulease.client.console.fleet_listing import listing_of
 from gpulease.client.console.reports import Report, json_text
 from gpulease.client.console.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
@@ -89,7 +90,8 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
     The request goes to the node itself, so you must be an operator there.
     """
     op, body = (Opcode.DRAIN_CANCEL, Empty()) if cancel else (Opcode.DRAIN, Drain(within_ms))
-    status: DrainStatus = _ask_node(_node(node), op, body)
+    with if_interrupted(lambda: f"Node {node} may have received the request: see gpulease fleet nodes."):
+        status: DrainStatus = _ask_node(_node(node), op, body)
     click.echo(shown(drain_text(f"Node {node}", status)))
 
 

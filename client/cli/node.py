@@ -301,7 +301,8 @@ def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
 
 
 def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
-    ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_id, nonce, b""))
+    with if_interrupted(lambda: f"Token {nonce:032x} may have been revoked. Repeat the command to be sure."):
+        ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_id, nonce, b""))
     if as_json:
         click.echo(json.dumps({"lease_id": str(lease_id), "token": f"{nonce:032x}", "outcome": "revoked"}))
     else:
@@ -365,7 +366,8 @@ def fence_clear(card: str | None, as_json: bool) -> None:
 
     CARD is a UUID or an index; by default, every card.
     """
-    count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
+    with if_interrupted(lambda: "The fenced memory may have been cleared: see gpulease info."):
+        count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
     if as_json:
         click.echo(json.dumps({"cleared": count}))
     else:

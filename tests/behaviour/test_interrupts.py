@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client import GpuBuilder, GpuLease, GpuSession, GpuWaiting, Region, aio
+from gpulease.client import GpuBuilder, GpuLease, GpuSession, GpuWaiting, LeaseFreed, Region, Revoked, aio
 from gpulease.client.aio import driver as aio_driver
 from gpulease.client.cli.__main__ import main
 from gpulease.client.console import exit_status
@@ -703,23 +703,33 @@ def test_an_interrupted_command_reports_what_goes_on_without_it(
 
 
 @pytest.mark.exhaustive
-def test_an_interrupted_revocation_reports_that_it_goes_on(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "note"), [(("revoke",), "may have begun"), (("free",), "freed"), (("renew", "--for", "5m"), "extended")]
+)
+def test_an_interrupted_command_reports_what_it_may_have_done(
+    words: tuple[str, ...], note: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exit_status, "die_by_signal", lambda number: sys.exit(128 + number))
     lease, ends = daemon.builder(SLICE_BYTES).acquire(), list[tuple[str, str]]()
 
     def operation() -> None:
-        words = ("revoke", lease.lease_id_text)
-        result = CliRunner().invoke(main, words, env={ADDRESS_VARIABLE: daemon.address})
+        arguments = (words[0], lease.lease_id_text, *words[1:])
+        result = CliRunner().invoke(main, arguments, env={ADDRESS_VARIABLE: daemon.address})
         ends.append((lease.lease_id_text, result.output))
 
     for _ in Interrupt(monkeypatch).walk(operation):
         lease_id, output = ends[-1]
-        if daemon.query(int(lease_id, 16))["state"] != "active":
-            assert "may have begun" in output, output
+        report = daemon.query(int(lease_id, 16))
+        if report["state"] != "active" or report["generation"] > 1:
+            assert note in output, output
+            with suppress(LeaseFreed, Revoked):
+                lease.free()
             daemon.wait_for_end(int(lease_id, 16))
             lease = daemon.builder(SLICE_BYTES).acquire()
-    assert any("may have begun" in output for _, output in ends), ends
-    # The last revocation was not interrupted.
+    assert any("gpulease: interrupted." in output and note in output for _, output in ends), ends
+    # The last command was not interrupted.
+    with suppress(LeaseFreed, Revoked):
+        lease.free()
     daemon.wait_for_end(lease.lease_id)
 
 
