@@ -52,6 +52,11 @@ HEAD_LIMIT_S: Final = 10.0
 this limit, a peer could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins
 only after the first reply."""
 
+LINGER_S: Final = 5.0
+"""Longest time, in seconds, for which the rest of a request is read and dropped after it was refused. If a socket is
+closed while data of its peer is unread, the kernel resets the connection, and most clients then do not get the reply:
+they send their whole body before they read."""
+
 
 @contextmanager
 def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
@@ -114,10 +119,41 @@ def _url(sock: socket.socket, address: UnixAddress | TcpAddress) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _LingeringTransport:
+    """A connection's transport that, when it is closed, first drops what the peer still sends, for up to LINGER_S.
+
+    All other attributes are those of the transport.
+
+    Attributes:
+        is_lingering: Whether it was closed and still reads.
+    """
+
+    def __init__(self, transport: asyncio.Transport, may_linger: Callable[[], bool]) -> None:
+        self._transport, self._may_linger = transport, may_linger
+        self.is_lingering = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing() or not self._may_linger():
+            self._transport.close()
+            return
+        self.is_lingering = True
+        # The peer sees the end of the reply at once. It ends the connection by closing its own side.
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
+
+
 class TimelyProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, but a connection is closed if its next request's head takes longer than HEAD_LIMIT_S.
 
-    Bytes that are not HTTP also end the connection, whether after a reply, during one, or in a request's body.
+    Bytes that are not HTTP also end the connection, whether after a reply, during one, or in a request's body. If the
+    peer may still be sending a request when the connection is closed, the rest is dropped, so that the reply arrives.
 
     Attributes:
         refuse: Makes the reply to a request that the application does not see.
@@ -128,8 +164,17 @@ class TimelyProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's is
         """Begin to wait for the first request's head."""
-        super().connection_made(transport)
+        super().connection_made(_LingeringTransport(transport, self._may_linger))  # type: ignore[arg-type]  # it is one
         self._await_head_after(None)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def _may_linger(self) -> bool:
+        # A connection beyond the limit must not keep its descriptor.
+        is_sending = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return is_sending and len(self.connections) < MAX_CONNECTIONS
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request's head, which may have arrived already."""

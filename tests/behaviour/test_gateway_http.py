@@ -192,10 +192,7 @@ def test_a_body_that_is_too_large(client: httpx.Client, is_chunked: bool) -> Non
             yield bytes(1 << 20)
 
     content = pieces() if is_chunked else bytes(MAX_INPUT_BYTES + 1)
-    try:
-        answer = infer(client, "too large", content, 4)
-    except httpx.TransportError:
-        return  # The request was refused, and the connection closed, before all of it was sent.
+    answer = infer(client, "too large", content, 4)
     assert (answer.status_code, code_of(answer)) == (413, "too_large")
 
 

@@ -21,7 +21,16 @@ from starlette.routing import Route
 
 from gpulease.client import InvalidRequest
 from gpulease.client.http import unix_path, uvicorn_server
-from gpulease.client.http.uvicorn_server import HEAD_LIMIT_S, KEEP_ALIVE_S, known_hosts, listening, serve_within
+from gpulease.client.http.application import problem_response
+from gpulease.client.http.problems import Problem
+from gpulease.client.http.uvicorn_server import (
+    HEAD_LIMIT_S,
+    KEEP_ALIVE_S,
+    LINGER_S,
+    known_hosts,
+    listening,
+    serve_within,
+)
 from helpers.virtual_time import VirtualTimeLoop
 from helpers.waiting import wait_until
 
@@ -219,6 +228,57 @@ def _read_to_the_end(path: Path, sent: bytes, answer_s: float = 0.0) -> bytes:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(_talk_to(Starlette(routes=[Route("/", answer)]), talk, f"unix:{path}"))
     return got
+
+
+async def _refuse_unread(_: Request) -> Response:
+    return problem_response(Problem(413, "too_large", "It is too large."), is_body_unread=True)
+
+
+REFUSING = Starlette(routes=[Route("/", _refuse_unread, methods=["POST"])])
+
+
+@pytest.mark.usefixtures("_own_signals")
+@pytest.mark.parametrize("is_http", [True, False])
+def test_a_reply_arrives_although_its_request_was_not_read(is_http: bool, path: Path) -> None:
+    """Most clients send their whole body before they read."""
+    got = b""
+    declared = b"Content-Length: %d\r\n\r\n" % (8 << 20) if is_http else b""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal got
+        writer.write(HEAD + declared + bytes(8 << 20))
+        await writer.drain()
+        got = await reader.read()
+
+    asyncio.run(_talk_to(REFUSING, talk, f"unix:{path}"))
+    assert got.startswith(b"HTTP/1.1 413 " if is_http else b"HTTP/1.1 400 ")
+
+
+@pytest.mark.usefixtures("_own_signals")
+@pytest.mark.parametrize("most", [512, 1])
+def test_a_peer_whose_request_is_not_read_is_dropped_after_a_while(
+    most: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At the limit of connections, the descriptor is needed at once.
+    monkeypatch.setattr(uvicorn_server, "MAX_CONNECTIONS", most)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def send(mebibytes: int) -> None:
+            for _ in range(mebibytes):
+                writer.write(bytes(1 << 20))
+                await writer.drain()
+
+        writer.write(HEAD + b"Content-Length: 100000000\r\n\r\n")
+        assert await reader.read()
+        if most > 1:
+            await send(1)
+            await asyncio.sleep(LINGER_S + 1)
+        with pytest.raises(ConnectionError):
+            await send(8)
+        writer.transport.abort()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(_talk_to(REFUSING, talk, f"unix:{path}"))
 
 
 @pytest.mark.usefixtures("_own_signals")
