@@ -1,8 +1,8 @@
 """Landlock (landlock(7)): the files, devices, network and signals that a worker can reach.
 
 Landlock permanently forbids a process, and the threads that it starts later, to open things; open descriptors remain
-usable. A kernel knows the rights of its ABI version. The ruleset forbids all of these rights and allows exceptions by
-rules.
+usable. A kernel supports the rights of its ABI version. The ruleset forbids all of these rights, and its rules allow
+exceptions.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ _CONNECT_TCP: Final = 0b10
 """LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP."""
 
 _ANY_PORT: Final = 0
-"""A bind to this port lets the kernel choose one; gRPC uses such a bind to find out whether there is IPv6."""
+"""With this port, bind(2) takes a port that the kernel chooses; gRPC tests in this way whether the host has IPv6."""
 
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
@@ -126,7 +126,7 @@ class Reach:
         handled = PathAccess(0)
         if self.files:
             # Begin with all rights of the first ABI, which are the bits below REFER. Add the later rights that this
-            # kernel knows.
+            # kernel supports.
             handled = PathAccess((1 << PathAccess.REFER.bit_length() - 1) - 1)
             handled |= PathAccess.REFER if version >= REFER_SINCE else PathAccess(0)
             handled |= PathAccess.TRUNCATE if version >= TRUNCATE_SINCE else PathAccess(0)
@@ -144,7 +144,7 @@ def restrict(reach: Reach, needs: SandboxNeeds) -> None:
     size = ctypes.sizeof(_Ruleset) if reach.scope else 16 if reach.network else 8
     ruleset = system_call(_CREATE_RULESET, ctypes.addressof(attributes), size, 0)
     try:
-        # The exceptions. A rule may name only rights that the ruleset handles.
+        # Add the exceptions. A rule may name only rights that the ruleset handles.
         for folder in needs.kept:
             _allow(ruleset, folder, _KEEP & handled)
         for path, access in _rules(needs):
@@ -155,7 +155,7 @@ def restrict(reach: Reach, needs: SandboxNeeds) -> None:
             for port, access_to_it in ((_ANY_PORT, _BIND_TCP), *((port, _CONNECT_TCP) for port in needs.tcp_ports)):
                 net_rule = _NetPort(access_to_it, port)
                 system_call(_ADD_RULE, ruleset, _RULE_NET_PORT, ctypes.addressof(net_rule), 0)
-        # From here on the rules apply to this thread and to whatever it starts, and can't be removed.
+        # From here on the rules apply to this thread and to everything that it starts, and can't be removed.
         system_call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)

@@ -26,7 +26,7 @@ def system_call(number: int, *arguments: int) -> int:
 class SandboxNeeds:
     """The paths, ports and memory that a driver's workers, or another process of the daemon, need inside the sandbox.
 
-    Paths that do not exist are skipped, because a driver tries many paths that not every host has.
+    Paths that do not exist are skipped, because a driver lists many paths that some hosts lack.
 
     Attributes:
         readable: Files, and folders with everything in them.
@@ -61,10 +61,10 @@ class Measure(Enum):
         USER: The worker runs as another user than the daemon, in only the groups that the devices need.
         CAPABILITIES: The worker has no capability and can gain none.
         PRIVILEGES: No program that the worker executes gains privileges.
-        INSPECTION: Other workers can't trace it or open its memory, and the kernel writes no core of it.
+        INSPECTION: Other workers can't trace the worker or open its memory, and the kernel writes no core dump of it.
         LIMITS: The worker's use of the host's resources is limited.
         FILES: The worker can open the driver's paths and nothing else.
-        DEVICES: The worker can make ioctl calls only on the driver's devices.
+        DEVICES: The worker can call ioctl only on the driver's devices.
         NETWORK: The worker can't connect or bind TCP sockets; a process with `tcp_ports` can connect to these ports.
         SCOPE: The worker can't reach an outside process by a signal or an abstract socket.
         SYSCALLS: The worker can make only the system calls that it needs.
@@ -87,7 +87,7 @@ class SandboxUnavailable(Exception):
     """A worker can't be sandboxed as the operator demands.
 
     Attributes:
-        hint: A sentence that says what the operator can do.
+        hint: A sentence about what the operator can do.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:

@@ -18,8 +18,8 @@ MAX_FILE_BYTES: Final = 1 << 30
 """Stops a file that fills the host's memory or disk. An arena is a file in memory, so this limits arenas, too."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
-"""Stops a worker that locks memory, which then can't be swapped out. The driver pins memory for copies in another way,
-which is limited by the arena's size."""
+"""Stops a worker that locks memory so that it can't be swapped out. The driver pins memory for copies in another way,
+and the arena's size limits that."""
 
 MAX_THREADS_OF_USER: Final = 32_768
 """Stops a worker that starts threads until the host has no process ids left. The kernel counts all threads of the
@@ -46,7 +46,8 @@ def limits_for(needs: SandboxNeeds) -> tuple[ResourceLimit, ...]:
         ResourceLimit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         ResourceLimit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
         ResourceLimit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
-        # Stops message queues, whose kernel memory outlives the process, and threads that never yield their core.
+        # Stops message queues, whose kernel memory outlives the process, and real-time threads that never yield their
+        # core.
         ResourceLimit("message queues", resource.RLIMIT_MSGQUEUE, 0),
         ResourceLimit("real-time priority", resource.RLIMIT_RTPRIO, 0),
         ResourceLimit("raised priority", resource.RLIMIT_NICE, 0),
@@ -58,7 +59,7 @@ def limits_for(needs: SandboxNeeds) -> tuple[ResourceLimit, ...]:
 
 
 def impose(limits: tuple[ResourceLimit, ...]) -> None:
-    """Set the limits, but none above this process's present hard limit. Raises OSError and ValueError."""
+    """Set the limits, each at most to this process's present hard limit. Raises OSError and ValueError."""
     for limit in limits:
         # An unprivileged process can't raise its hard limit, so the smaller of the two is set.
         _, hard_limit = resource.getrlimit(limit.resource)

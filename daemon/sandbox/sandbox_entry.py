@@ -1,8 +1,8 @@
-"""Entry into the sandbox: a worker just forked takes every measure before it uses a driver.
+"""Entry into the sandbox: a newly forked worker applies every measure before it uses a driver.
 
 The kernel dictates the order. Measures that need privileges come before the privileges are dropped. The signal for the
 parent's death is set after the change of user, which clears it (prctl(2)). The filter comes last, because it forbids
-the rest.
+the calls that the other measures need.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ class SandboxPlan:
         """
         for measure, step in self._before(tuple(kept_fds)):
             self._apply(measure, step)
-        # These two apply even without a sandbox.
+        # These two steps are taken even without a sandbox.
         die_with_parent(parent_pid)
         gain_no_privileges()
         for measure, step in self._after():
@@ -75,11 +75,11 @@ class SandboxPlan:
         # Close descriptors first: /proc, which lists them, can't be reached later.
         if Measure.DESCRIPTORS in self.measures:
             yield Measure.DESCRIPTORS, partial(keep_only, (*kept_fds, *self.needs.kept))
-        # This writes a file of root's, so it precedes the change of user. The other limits come later, because they
-        # would also apply to the steps here.
+        # This step writes a file that belongs to root, so it precedes the change of user. The other limits come later,
+        # because they would also apply to the steps here.
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, prefer_oom_kill
-        # The bounding set can be changed only with CAP_SETPCAP, which the change of user takes away.
+        # The bounding set can be changed only with CAP_SETPCAP, which the process loses when it changes its user.
         if Measure.CAPABILITIES in self.measures:
             yield Measure.PRIVILEGES, bound_capabilities
         if Measure.USER in self.measures and identity is not None:
@@ -88,12 +88,12 @@ class SandboxPlan:
             yield Measure.CAPABILITIES, drop_capabilities
 
     def _after(self) -> Iterator[tuple[Measure, Step]]:
-        # After the change of user, which resets the attribute (prctl(2), PR_SET_DUMPABLE).
+        # This must follow the change of user, which resets the attribute (prctl(2), PR_SET_DUMPABLE).
         if Measure.INSPECTION in self.measures:
             yield Measure.INSPECTION, never_dump
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, partial(impose, limits_for(self.needs))
-        # One ruleset for all four: each further ruleset would count towards Landlock's limit of 16 layers.
+        # Use one ruleset for all four measures: each further one would count towards Landlock's limit of 16 layers.
         reach = Reach(
             files=Measure.FILES in self.measures,
             devices=Measure.DEVICES in self.measures,
@@ -102,7 +102,7 @@ class SandboxPlan:
         )
         if reach != Reach():
             yield Measure.FILES, partial(restrict, reach, self.needs)
-        # This is last, because the filter forbids calls that the other measures need.
+        # The filter is last, because it forbids calls that the other measures need.
         if Measure.SYSCALLS in self.measures:
             yield (
                 Measure.SYSCALLS,

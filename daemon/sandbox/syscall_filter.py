@@ -1,13 +1,14 @@
 """The filter of a worker's system calls (seccomp(2)): an allow-list, as a classic BPF program over struct seccomp_data.
 
-It is an allow-list because there are two dozen calls by which a worker can harm another of the same user (limits,
-priority, affinity, signals in many ways), and new kernels add more. The list contains the calls that workers made on an
-H100 and with the embedded driver, and further calls of the C library, Python and threads for the same purposes. Other
-calls fail with EPERM, which callers can handle. Calls that no honest worker makes end the process. Calls newer than
-this list fail with ENOSYS, so that the C library falls back to older ones.
+It is an allow-list because there are two dozen calls by which a worker can harm another worker of the same user
+(limits, priority, affinity, signals in many ways), and new kernels add more. The list contains the calls that workers
+made on an H100 and with the embedded driver, and further calls of the C library, Python and threads for the same
+purposes. Other calls fail with EPERM, which callers can handle. A call that no honest worker makes ends the process.
+Calls newer than this list fail with ENOSYS, so that the C library falls back to older ones.
 
-No library builds the program: it is small, it depends on the worker's process id, and a GPU host need not have such a
-library. Pages may become executable, because the embedded driver compiles its kernels in the worker.
+The program is built without a library such as libseccomp: it is small, it depends on the worker's process id, and a GPU
+host need not have that library. Pages may become executable, because the embedded driver compiles its kernels in the
+worker.
 """
 
 import ctypes
@@ -54,7 +55,7 @@ def fail(errno: int) -> int:
 
 
 def result(action: int) -> Code:
-    """Return the instruction that ends the filter with an action."""
+    """Return the instruction that returns an action from the filter."""
     return [(_RETURN, 0, 0, action)]
 
 
@@ -83,7 +84,7 @@ def beyond(number: int, action: int) -> Code:
 
 
 def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, mask: int = 0xFFFFFFFF) -> Code:
-    """Return a branch on the low half of an argument, which is all that the kernel reads of an int."""
+    """Return a branch on the low half of an argument: of an int argument, the kernel reads only that half."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     for value in values:
         # Each comparison jumps over its own result if it fails.
@@ -471,8 +472,8 @@ _SIGNAL_OWNERS_BY_FCNTL: Final = (8, 10, 15)
 of the same user when a descriptor becomes ready."""
 
 _PRCTL: Final = (15, 16, 0x53564D41)
-"""PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. Not PR_SET_PDEATHSIG, which would let a worker outlive its zygote, nor
-PR_SET_DUMPABLE."""
+"""PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. PR_SET_PDEATHSIG and PR_SET_DUMPABLE are missing: the first would let a worker
+outlive its zygote, the second would make it traceable."""
 
 _SOCKET_KIND: Final = 0xF
 """The bits of a socket's type; the other bits are flags."""
@@ -498,14 +499,14 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
 
     Args:
         pid: The process.
-        writes_files: Whether it creates and removes files in a folder of its own.
-        connects: Whether it connects to others over the network; such a process does not listen.
+        writes_files: Whether the process creates and removes files in its own folder.
+        connects: Whether the process connects to others over the network; such a process does not listen.
     """
     machine = platform.machine()
     if machine != MACHINE:
         raise NoFilter(f"the machine must be {MACHINE} for a filter, not {machine}")
-    # The order matters: calls of another ABI first, then calls that depend on their arguments, because some of these
-    # are the most frequent, then the lists, and at the end everything that is newer or unknown.
+    # The order matters. Calls of another ABI come first, then calls that depend on their arguments, because some of
+    # these are the most frequent, then the lists, and at the end all calls that are newer or unknown.
     code = head(_X86_64)
     by_arguments = _by_arguments(pid, writes_files=writes_files) | dict(_TO_CONNECT if connects else {})
     for name, then in by_arguments.items():
@@ -534,7 +535,7 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
         "clone": if_argument(0, (_CLONE_THREAD,), ALLOW, _DENY, _CLONE_THREAD | _CLONE_NAMESPACES),
         "socket": unix + if_argument(1, (socket.SOCK_SEQPACKET,), ALLOW, _DENY, _SOCKET_KIND),
         "socketpair": unix + if_argument(1, pair, ALLOW, _DENY, _SOCKET_KIND),
-        # CUDA looks for an MPS daemon in this way, and works without one.
+        # CUDA creates this socket to look for an MPS daemon, and works without one.
         "connect": _NOT_THERE,
         "kill": if_argument(0, own_pid, ALLOW, _DENY),
         "tgkill": if_argument(0, own_pid, ALLOW, _DENY),
@@ -544,7 +545,7 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
         "prlimit64": unless_null(2, _DENY) + if_argument(0, (0, pid), ALLOW, _DENY),
         "prctl": if_argument(0, _PRCTL, ALLOW, _DENY),
         **dict.fromkeys(() if writes_files else FOR_FILES, _NOT_THERE),
-        # The driver creates links in a folder of compiled code; without them it continues.
+        # The driver tries to create links in a folder of compiled code, and continues if that fails.
         "symlink": _NOT_THERE,
     }
 
@@ -558,4 +559,4 @@ _TO_CONNECT: Final[Mapping[str, Code]] = MappingProxyType(
         **dict.fromkeys(("listen", "accept", "accept4"), result(_DENY)),
     }
 )
-"""What replaces a worker's instructions in a process that connects to others over the network."""
+"""The instructions that replace a worker's in a process that connects to others over the network."""

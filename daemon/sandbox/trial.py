@@ -54,7 +54,7 @@ _LEFT_OUT: Final = "left out by sandbox_without"
 
 
 class _Missing(Exception):
-    """A measure that this host lacks; the message says why."""
+    """This host lacks a measure; the message states the reason."""
 
 
 def prepare(
@@ -138,12 +138,12 @@ def _run_trial(
                 findings.append((measure.value, False, str(error)))
             except (OSError, ValueError) as error:
                 findings.append((measure.value, False, f"the kernel refuses it: {error}"))
-        # If the process that waits for the result was killed meanwhile, the pipe has no reader.
+        # If the process that waits for the result has been killed, the pipe has no reader.
         with contextlib.suppress(BrokenPipeError):
             os.write(writing, json.dumps(findings).encode())
         status = 0
     except Exception:
-        # A bug: the traceback goes to the log.
+        # Any other error is a bug, so its traceback goes to the log.
         traceback.print_exc(file=sys.stderr)
         sys.stderr.flush()
     finally:
@@ -180,7 +180,7 @@ class _Trials:
         return "standard error, the channel, the control pages"
 
     def _user(self) -> str:
-        # These two need privileges that the change of user takes away.
+        # These two need privileges that the process loses when it changes its user.
         prefer_oom_kill()
         bound_capabilities()
         if self._identity is None:
@@ -236,7 +236,7 @@ class _Trials:
     def _network(self) -> str:
         detail = self._landlock(Measure.NETWORK)
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as sock:
-            # A process with ports may bind to a port that the kernel chooses, and to no other.
+            # A process with ports may bind only to a port that the kernel chooses.
             port = _HIGHEST_PORT if self._needs.tcp_ports else 0
             _must_fail(lambda: sock.bind(("127.0.0.1", port)))
         return detail

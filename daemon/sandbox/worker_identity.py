@@ -22,7 +22,7 @@ STANDARD = (0, 1, 2)
 
 
 def keep_only(kept_fds: Iterable[int]) -> None:
-    """Close every descriptor of this process except these and the standard ones."""
+    """Close every descriptor of this process except `kept_fds` and the standard descriptors."""
     spared = {*STANDARD, *kept_fds}
     # Close each listed descriptor instead of using close_range(2), because the descriptors to keep are among the
     # others.
@@ -95,11 +95,11 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
 
 def become(identity: WorkerIdentity) -> None:
     """Change to that user permanently. Clears the signal for the parent's death (prctl(2)). Raises OSError."""
-    # The user last: after that, the groups can't be changed any more.
+    # Change the user last: after that, the groups can't be changed any more.
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
-    # Check the effective, real and saved ids: with any of the old ones left, the process could change back.
+    # Check the effective, real and saved ids: if one of them were still the old id, the process could change back.
     if os.getresuid() != (identity.uid,) * 3 or os.getresgid() != (identity.gid,) * 3:
         raise PermissionError("the user was not changed")
 

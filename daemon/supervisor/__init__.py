@@ -1,1 +1,1 @@
-"""The daemon's side of its service manager: systemd(1), or one like it."""
+"""The daemon's communication with its service manager: systemd(1), or a similar one."""

@@ -1,7 +1,7 @@
 """The daemon's life cycle under its service manager: starting, ready, reloading its settings, stopping.
 
-A reload (SIGHUP) takes the settings that can change while the daemon runs. The log names the others, which wait for a
-restart.
+A reload (SIGHUP) applies the settings that can change while the daemon runs. The log names the others, which apply
+after a restart.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from gpulease.protocol.time_units import NS_PER_US
 
 def settings_that_wait(now: Config, reloaded: Config) -> list[str]:
     """Return the names of the changed settings that apply at the next start only."""
-    # [tenants] is reloaded. Leases and connections that exist keep what they were granted.
+    # [tenants] is reloaded. Existing leases and connections keep the limits and rights that they were granted.
     reloaded = replace(reloaded, limits=replace(reloaded.limits, tenants=now.limits.tenants))
     return [
         key
@@ -56,7 +56,7 @@ class Reloader:
         self._load = load
         self._started_with = config
         self._task: asyncio.Task[None] | None = None
-        # Cleared before the file is read: a signal from here on asks for another round.
+        # Clear the event before the file is read: a signal from here on requests another reload.
         self._is_wanted = False
 
     def ask(self) -> None:
@@ -66,7 +66,7 @@ class Reloader:
             self._task = asyncio.get_running_loop().create_task(self._reload_while_wanted())
 
     async def stop(self) -> None:
-        """Wait for the reload that is in progress, and drop the one that would follow it."""
+        """Wait for the reload that is in progress, and cancel any reload that would follow it."""
         self._is_wanted = False
         if self._task is not None:
             await self._task
@@ -99,7 +99,7 @@ class Reloader:
                 reason=str(error),
             )
             return f"Settings not reloaded; the old ones stay in effect: {error}"
-        # Compared with the settings of the start, because those are still in effect.
+        # Compare with the settings of the start, because those are still in effect.
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
             message = f"settings reloaded; these take effect at the next start: {', '.join(waiting)}"
@@ -126,7 +126,7 @@ class Supervised:
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str], pid: int) -> "Supervised":
         """Take everything out of the environment, so that no child inherits it. Raises BadHandover."""
-        # The notifier first: it reports to the operator why the sockets are wrong.
+        # Create the notifier first: it reports to the operator why the sockets are wrong.
         notifier, every_s = Notifier.taken_from(environment), watchdog.interval_s(environment, pid)
         try:
             return cls(notifier, every_s, take_sockets(environment, pid))
@@ -150,14 +150,13 @@ class Supervised:
         """Run the daemon until SIGINT or SIGTERM; `load` reads its settings again. Raises as `running_service` does."""
         stop_signal: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
         _stop_at_signals(stop_signal)
-        # A reload that is requested during the start is done after it.
+        # A reload that is requested during the start happens after it.
         reload_wanted = asyncio.Event()
         if load is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_wanted.set)
         async with contextlib.AsyncExitStack() as stack:
-            # A close that a peer could block is interrupted from here on. Then the start: it makes a context on every
-            # card, which may take longer than the service manager's limit, so the limit is extended until the sockets
-            # listen.
+            # From here on, a close that a peer could block is interrupted. The start creates a context on every card,
+            # which may take longer than the service manager's limit, so the limit is extended until the sockets listen.
             stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
                 self._notifier.send_status("Creating a context on every card.")
@@ -171,7 +170,8 @@ class Supervised:
             # A daemon that crashes now leaves its sockets with the service manager; clients wait for the next daemon.
             await self._store_sockets(service)
             service.on_new_sockets = partial(self._store_new_sockets, service)
-            # Only now do units that depend on this daemon start: it answers.
+            # Units that depend on this daemon start only after this notification, because only now does the daemon
+            # answer.
             await self._notifier.send_reliably("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
                 # The service manager ends a stuck loop with SIGABRT; faulthandler then logs where the loop was.
@@ -196,7 +196,7 @@ class Supervised:
         """Have the service manager store this daemon's own listening sockets, and drop the unused ones."""
         if not self._notifier.is_connected:
             return
-        # Stored sockets that no setting names would keep clients waiting forever.
+        # Clients that connect to a stored socket that no setting names would wait forever.
         for name in {stale_socket.name for stale_socket in service.stale}:
             await self._drop_stored(name)
         for address, fd in service.bound:

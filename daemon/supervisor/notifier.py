@@ -25,7 +25,8 @@ MAX_STATUS_CHARS: Final = 512
 """Maximum length of a line for `systemctl status`. Texts from settings could exceed a datagram."""
 
 EXTENSION_S: Final = 30.0
-"""The time by which a notification extends a start. The loop sends three in that time; a stuck loop sends none."""
+"""The time by which a notification extends a start. The loop sends three such notifications in that time; a stuck loop
+sends none."""
 
 _PAUSE_S: Final = 0.05
 
@@ -122,7 +123,7 @@ def status(text: str) -> str:
 
 
 MAX_USEC: Final = 2**62
-"""The longest interval. A timer does not hold a larger number."""
+"""The longest interval in microseconds. The event loop's timer can't represent a longer one."""
 
 _INTERVAL: Final = "WATCHDOG_USEC"
 _PROCESS: Final = "WATCHDOG_PID"
@@ -162,7 +163,7 @@ class Watchdog:
         return is_watched
 
     def _feed(self) -> None:
-        # Fed first, then armed again: the loop has just proved that it runs.
+        # Feed the watchdog before the timer is set again: this call proves that the loop runs.
         self._notifier.send("WATCHDOG=1")
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._feed)
 

@@ -40,7 +40,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     limit_server_log()
     channel = socket.socket(fileno=channel_fd)
     try:
-        # Step 1: the settings and the sockets. No byte of a reader has been read yet.
+        # Step 1: receive the settings and the sockets. No byte of a reader has been read yet.
         received, fds = receive_message(channel)
         start = expect_message(START, received)
         broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
@@ -48,9 +48,10 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         plan, _ = prepare(sandbox, SandboxNeeds(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
         page = load_page()
         asyncio.run(_rehearse(start, page))
-        # The first loop has closed its descriptors and the second has opened none.
+        # Enter here, between two event loops: the first has closed its descriptors, and the second has opened none.
         plan.enter((channel_fd, *fds), parent_pid)
-        # Step 3: the broker connects the process now, and not before, because a connected peer must send HELLO soon.
+        # Step 3: ask the broker to connect the process. It does so no earlier, because a connected peer must send HELLO
+        # soon.
         send_message(channel, HelperPrepared().to_map())
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
@@ -81,7 +82,7 @@ async def _serve(
     """Serve until the broker is gone, or until the feed or the server fails. Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
     feed = Feed(start.node)
-    # The connection first: a page without the broker has nothing to show.
+    # Connect first: without the broker, the page has nothing to show.
     _, link = await loop.create_connection(lambda: BrokerLink(feed.on_event), sock=broker)
     await link.greet()
     app, broker_channel = _site(start, page, feed)
@@ -89,7 +90,7 @@ async def _serve(
     server = server_of(app)
     feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
     begin_task = loop.create_task(server.listening.wait())
-    # Ready once the server listens, unless something has ended before.
+    # The process is ready once the server listens, unless the feed or the server has ended before.
     await _first_of(begin_task, feeding, serving, link.lost)
     if begin_task.done():
         send_message(channel, Ready().to_map())
@@ -97,7 +98,7 @@ async def _serve(
     await _first_of(feeding, serving, link.lost)
     if link.lost.done():
         raise ChannelClosed("the broker is gone")
-    # Raise what ended the feed or the server.
+    # Raise the exception that ended the feed or the server.
     for task in (feeding, serving):
         if task.done():
             task.result()

@@ -73,12 +73,11 @@ HISTORY_FRESH_S: Final = 1.0
 """Seconds for which the encoded last hour of the cards is reused; a sample is added every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""Longest duration of one stream, after which the page opens another. So the stream of a reader that has disappeared
-ends in time.
+"""Longest duration of a stream in seconds; then the page opens another. So a stream whose reader has disappeared ends.
 """
 
 QUIET_S: Final = 3.0
-"""Pause after which a stream without news sends a comment, so that the page knows that the stream is alive."""
+"""Seconds after which a stream without a snapshot sends a comment, to show the page that the stream is alive."""
 
 RETRY_S: Final = 5
 
@@ -108,7 +107,9 @@ _SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
 class PageAccess:
-    """Checks the operator's token, which shows tenants' names and allows actions. The broker checks it again for those.
+    """Checks the operator's token, which shows tenants' names and allows actions.
+
+    For actions, the broker checks the token again.
 
     Args:
         token_digest: The SHA-256 of the operator's token; b"" if there is none.
@@ -123,7 +124,7 @@ class PageAccess:
         self._wrong_tokens = WrongTokens()
 
     def change(self, token_digest: bytes) -> None:
-        """Accept another token from now on. Streams that the old token opened end."""
+        """Accept another token from now on, and end the streams that were opened with the old token."""
         self.changes += 1
         self._token_digest = token_digest
 
@@ -149,7 +150,7 @@ class PageAccess:
 
 
 class _Stream(StreamingResponse):
-    """A streamed answer that calls `on_end` when it is over, even before its first bytes."""
+    """A streamed answer that calls `on_end` when it ends, even if that is before its first bytes."""
 
     def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream")
@@ -167,7 +168,7 @@ Page = Mapping[str, tuple[bytes, str]]
 
 
 def load_page() -> Page:
-    """Read the page's files, which are out of reach in the sandbox."""
+    """Read the page's files now, because the sandbox will hide them."""
     folder = files(web).joinpath("page")
     return {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
@@ -218,7 +219,7 @@ class Site:
         ]
         handlers: Mapping[Any, Any] = {BrokerSilent: _on_broker_silent, ActionNotDone: _on_not_done}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        # A path with a trailing slash is another path, and not found.
+        # A path with a trailing slash is a different path: it is not found, and not redirected.
         app.router.redirect_slashes = False
         return Guard(app, hosts, others)
 
@@ -240,10 +241,10 @@ class Site:
             raise HTTPException(
                 503, f"{self._streams} pages are open, the maximum for this daemon.", {"Retry-After": str(RETRY_S)}
             )
-        # The answer to HEAD has the headers of the stream, and occupies no place.
+        # The answer to HEAD has the headers of the stream, and does not count as a stream.
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
+        # Count the stream now, not at its first bytes: several requests may come before the loop runs the first stream.
         self._streams += 1
         return _Stream(self._stream(self._access.changes, is_named=is_named), self._on_stream_end)
 
@@ -251,7 +252,7 @@ class Site:
         self._streams -= 1
 
     async def _stream(self, changes: int, *, is_named: bool) -> AsyncIterator[bytes]:
-        """Yield server-sent events (HTML, 9.2): `state` with each snapshot, and comments while there is none.
+        """Yield server-sent events (HTML, 9.2): `state` with each snapshot, and comments between snapshots.
 
         Args:
             changes: `PageAccess.changes` when the request came; the stream ends when the token changes.
@@ -306,7 +307,7 @@ class Site:
     async def _drain(self, request: Request) -> Response:
         token = self._access.token_of(request)
         card = _card_of(request) if "card" in request.path_params else ""
-        # PUT begins a drain, DELETE ends it: that is a drain without a time.
+        # PUT begins a drain; DELETE ends it, which the broker's message expresses as a drain without a time.
         within_ms = None
         if request.method == "PUT":
             text = request.query_params.get("within_s", "")
@@ -363,7 +364,7 @@ async def _on_not_done(request: Request, refusal: ActionNotDone) -> Response:
 
 
 async def rehearse(app: App, host: str) -> None:
-    """Request everything once, without a broker, so that late imports happen before the sandbox hides the files."""
+    """Request every path once, without a broker, so that late imports happen before the sandbox hides the files."""
 
     async def receive() -> Any:
         return {"type": "http.disconnect"}
@@ -371,7 +372,7 @@ async def rehearse(app: App, host: str) -> None:
     async def send(message: Any) -> None:
         pass
 
-    # Unknown paths and all methods too: an error's answer imports modules of its own.
+    # Request unknown paths and all methods, too: an error's answer imports further modules.
     answers = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
     actions = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN), ("PUT", f"{CARD_DRAINS}0"))
     for method, path in (*(("GET", path) for path in (*FILES, *answers)), *actions):
@@ -388,7 +389,7 @@ async def rehearse(app: App, host: str) -> None:
 Ask = Callable[[Opcode, Any], Awaitable[Any]]
 
 HEALTH_FRESH_S: Final = 0.5
-"""Maximum age of an answer, in seconds. Probes ask every few seconds; to ask more often brings nothing new."""
+"""Maximum age of an answer, in seconds. Probes ask every few seconds, so a newer answer would be of no use."""
 
 
 class Cached:
@@ -431,7 +432,7 @@ class Cached:
 
 
 class HealthPage:
-    """The broker's health: whether it answers, and its own report."""
+    """The broker's health: whether the broker answers, and its own report."""
 
     def __init__(self, fetch: Ask) -> None:
         self._ping = Cached(lambda: fetch(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
@@ -447,7 +448,7 @@ class HealthPage:
 
 
 METRICS_FRESH_S: Final = 1.0
-"""Greatest age of an exposition. It takes milliseconds of the broker's time, and any local user may ask."""
+"""Maximum age of an exposition, in seconds. Each takes the broker milliseconds, and any local user may ask."""
 
 NO_VISITOR: Final = ("", "other")
 """Values of the label that name no tenant."""
@@ -462,7 +463,7 @@ class MetricsPage:
     def __init__(self, fetch: Ask, pseudonyms: Pseudonyms) -> None:
         async def scrape() -> tuple[str, str, str]:
             metrics = await fetch(Opcode.METRICS, Empty())
-            # Done once for all callers: hiding names in many series takes a tenth of a second.
+            # Do this once for all callers: hiding names in many series takes a tenth of a second.
             return metrics.content_type, metrics.exposition, without_names(metrics.exposition, pseudonyms)
 
         self._cached = Cached(scrape, METRICS_FRESH_S)

@@ -1,4 +1,4 @@
-"""The web process's two links to the broker: a connection that reads, and a channel for an operator's actions.
+"""The web process's two links to the broker: a connection for reading, and a channel for an operator's actions.
 
 `BrokerLink` uses the ordinary protocol, and may read everything and change nothing. `BrokerChannel` is the channel that
 the broker opened when it started this process. Through it, the web process sends the broker a request to revoke, to
@@ -132,15 +132,15 @@ class BrokerLink(asyncio.Protocol):
                         answer.set_result(result)
                 case Notification(_, LeaseEvent() as lease_event):
                     self._on_event(lease_event)
-                # The broker ends the connection, or it is broken: `connection_lost` does the rest.
+                # The broker has ended the connection, or the connection is broken; `connection_lost` follows.
                 case Goodbye() | StreamBroken() | EndOfStream():
                     if self._transport is not None:
                         self._transport.close()
 
 
 OUTCOME_S: Final = 30.0
-"""Longest time for the broker to report an outcome. Ending a worker and proving its memory free takes a second. If that
-fails, the broker gives up within this time."""
+"""Longest time for the broker to report an outcome. Ending a worker and proving its memory free takes a second. If
+either fails, the broker reports the failure within this time."""
 
 
 class ActionNotDone(Exception):

@@ -9,7 +9,7 @@ from gpulease.protocol.time_units import NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class FleetMembership(Message):
-    """A node's membership of its fleet, as of the last heartbeat.
+    """A node's membership in its fleet, as of the last heartbeat.
 
     Attributes:
         node: The node's id.

@@ -1,6 +1,6 @@
 """The checks of every request, the security headers of every answer, and limits on the server's log.
 
-The attacks are those on servers that listen on loopback. A foreign page in a browser on this host makes its own name
+The checks stop attacks on servers that listen on loopback. A foreign page in a browser on this host makes its own name
 resolve to 127.0.0.1 and sends requests to that name (DNS rebinding), or embeds what is served here. The server sets no
 cookie, so no other page can act as an operator. Requests that change something must come from this server's own page,
 or from a program.
@@ -147,9 +147,9 @@ def _call_later(delay_s: float, call: Callable[[], None]) -> object:
 
 
 class ServerLogFilter(logging.Filter):
-    """Admits a server's line every PAUSE_S, and none about a peer's breach of HTTP.
+    """Admits one log line of the server every PAUSE_S, and none about a peer's violation of HTTP.
 
-    uvicorn logs such a breach as h11's error about an answer that comes too late for it.
+    uvicorn logs such a violation as an error of h11 about an answer that comes too late.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -157,7 +157,7 @@ class ServerLogFilter(logging.Filter):
         self._limit = RateLimit(PAUSE_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # h11 raises an error if a peer violates HTTP. A line about that would say nothing about this daemon.
+        # h11 raises an error if a peer violates HTTP. A line about that would contain no fault of this daemon.
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, h11.ProtocolError) and self._limit.admit() is not None
 
@@ -197,6 +197,7 @@ class WrongTokens:
 
     def _on_pause_over(self) -> None:
         self._is_pausing = False
-        # Logged now, not with the next wrong token: somebody who guesses for seconds and leaves would count once.
+        # Log the count now, not with the next wrong token: there may be none, and then the log would show only one
+        # attempt.
         if self._count:
             self._log()

@@ -1,4 +1,4 @@
-"""HTTP on the sockets that the broker opened: uvicorn, with limits for peers that do not finish what they began."""
+"""HTTP on the sockets that the broker opened: uvicorn, with limits for peers that do not finish their requests."""
 
 import asyncio
 import socket
@@ -58,7 +58,7 @@ class BoundedHttp(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """True if a request of this connection is not answered in full yet."""
+        """Whether a request of this connection is not answered in full yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
@@ -68,10 +68,10 @@ class BoundedHttp(H11Protocol):
     def on_response_complete(self) -> None:
         """Start the deadline for the next request.
 
-        A peer that has sent further requests meanwhile gets no answer to them, and its connection closes. No browser
-        pipelines requests, nor does Prometheus, and a connection that is always answering could never be evicted.
+        If the peer has sent further requests before this answer, they get no answer, and the connection closes. Neither
+        browsers nor Prometheus pipeline requests, and a connection that is always answering could never be evicted.
         """
-        # Linger for a moment, so that the peer reads the answer before the connection is gone.
+        # Leave the connection open for a moment, so that the peer can read the answer.
         if self.conn.trailing_data[0]:
             self.transport.close()
             self._lingering = self._lingering or self.loop.call_later(STALL_S, self.transport.abort)
@@ -96,7 +96,7 @@ class BoundedHttp(H11Protocol):
         super().connection_lost(error)
 
     def _update_deadline(self) -> None:
-        # While an answer is in progress, the time is the server's, not the peer's.
+        # While an answer is in progress, the server takes the time, not the peer, so no deadline applies.
         if self.is_answering or self.transport.is_closing():
             self._deadline = _cancel(self._deadline)
         elif self._deadline is None:

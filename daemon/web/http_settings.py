@@ -17,17 +17,17 @@ NEEDED: Final = ("starlette", "uvicorn", "h11")
 """The packages that serve the page, from the extra `serve`."""
 
 MIN_TOKEN_CHARS: Final = 32
-"""Least length of the operator's token. A reader may try any number of tokens, and could guess a shorter one."""
+"""Minimum length of the operator's token. A reader may try any number of tokens, and could guess a shorter one."""
 
 MAX_TOKEN_BYTES: Final = 4096
-"""Maximum size of the token's file. A larger file can't be a token's."""
+"""Maximum size of the token's file. A larger file can't be a token file."""
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 """The characters of a Bearer token (RFC 6750, 2.1)."""
 
 
 class BadToken(Exception):
-    """The operator's token can't be used; the message is a sentence that says why."""
+    """The operator's token can't be used; the message is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class HttpSettings:
     Attributes:
         address: The loopback address that serves the page.
         hosts: Further host names of the page, such as those of a proxy in front of it.
-        token_file: The file of the token that shows tenants' names and lease ids, and allows actions; None: no reader
+        token_file: The file of the token that shows tenants' names and lease ids, and allows actions; None if no reader
             may see or do that.
     """
 

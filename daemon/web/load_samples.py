@@ -25,7 +25,7 @@ class LoadSample(NamedTuple):
         at_ns: The moment, on a monotonic clock.
         utilization_percent: The utilisation that the card reports.
         used_bytes: The used bytes that the card reports; if it reports none, the bytes that sessions have allocated.
-        leased_bytes: The bytes of all leases, fenced ones included.
+        leased_bytes: The bytes of all leases, including fenced ones.
     """
 
     at_ns: int
@@ -53,8 +53,8 @@ class Loads:
         self._samples: dict[str, list[LoadSample]] = {}
 
     def take(self, loads: CardLoads) -> None:
-        """Add a message's samples in order of time. A sample that comes twice is kept once."""
-        # A new web process receives the whole hour, and perhaps a sample that was taken meanwhile, in either order.
+        """Add a message's samples in order of time. A sample that arrives twice is kept once."""
+        # A new web process receives the samples of the whole hour, and perhaps, before or after them, a newer sample.
         by_time = {sample.at_ns: sample for sample in (*self._samples.get(loads.card, ()), *loads.samples)}
         self._samples[loads.card] = [by_time[at_ns] for at_ns in sorted(by_time)][-MAX_SAMPLES:]
 

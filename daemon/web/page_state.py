@@ -1,6 +1,6 @@
 """The state that the page shows: the broker's reports, fetched while somebody watches, and the leases' events.
 
-The feed queries the broker at a limited rate, however many readers there are and however often they ask.
+The feed queries the broker at a limited rate, regardless of the number of readers and their requests.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ FETCH_EVERY_S: Final = 1.0
 """Pause between two fetches while somebody watches."""
 
 FRESH_S: Final = 0.5
-"""Greatest age of a snapshot that another reader is given."""
+"""Maximum age, in seconds, of a snapshot that is given to another reader."""
 
 FETCH_SOON_S: Final = 0.2
 """Shortest pause between two fetches: a single change is shown at once, a thousand changes are shown together."""
@@ -98,7 +98,7 @@ class Feed:
         """Process the broker's event: a lease has entered another phase."""
         lease_id = f"{event.lease_id:032x}"
         self._last_number += 1
-        # A newer broker may send a phase that this version does not know; show its number.
+        # A newer broker may send a phase that is unknown to this version; show its number.
         phase = Phase(event.phase).name.lower() if event.phase in list(Phase) else str(event.phase)
         cached = self._cached.get(lease_id)
         # Grace, teardown and end are one line on the page.
@@ -107,7 +107,7 @@ class Feed:
         self._changes.append(
             LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, cached)
         )
-        # A lease that was never in a snapshot: ask the broker for its tenant and card.
+        # The lease was never in a snapshot, so ask the broker for its tenant and card.
         if cached is None and len(self._lookup_queue) < MAX_LOOKUPS:
             self._lookup_queue.append(lease_id)
             self._lookup_wanted.set()
@@ -166,7 +166,7 @@ class Feed:
                     await self._fetch()
                 except BrokerSilent:
                     await asyncio.sleep(FETCH_EVERY_S)
-            # Pause at least this long, however many leases change meanwhile.
+            # Pause at least this long, even if leases change during the pause.
             await asyncio.sleep(FETCH_SOON_S)
             try:
                 # Wait without a timeout while nobody watches: a new watcher ends the wait.
@@ -178,7 +178,7 @@ class Feed:
         """Fetch a snapshot; concurrent callers share one fetch. Raises BrokerSilent."""
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.create_task(self._fetch_snapshot())
-            # Retrieve the exception even if every caller was cancelled meanwhile.
+            # Retrieve the exception even if every caller has been cancelled since.
             self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._fetching)
 
@@ -242,7 +242,7 @@ class Feed:
             self._lookup_wanted.clear()
             while self._lookup_queue:
                 lease_id = self._lookup_queue.popleft()
-                # A snapshot has contained the lease meanwhile.
+                # A snapshot has contained the lease since the query was planned.
                 if lease_id in self._cached:
                     continue
                 try:
@@ -268,7 +268,7 @@ class Feed:
         elapsed_s = at_s - self._snapshot.at_s if self._snapshot is not None else 0.0
         if not 0 < elapsed_s <= GAP_S:
             return {}
-        # Only leases that are in both snapshots: a new lease has no earlier counter.
+        # Count only leases that are in both snapshots: a new lease has no earlier counter.
         common_ids = self._launches.keys() & before.keys()
         return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / elapsed_s for lease_id in common_ids}
 

@@ -1,8 +1,8 @@
 """The broker's reports as the page's JSON, with tenants' names or with pseudonyms in their place.
 
-The protocol keeps tenants from seeing each other, but on loopback any local user may ask. Without the operator's token
-a reader sees a slice's size, age and time left. The slice's tenant, its id and texts about it stay hidden. Pseudonyms
-stay the same while the broker lives, and no other process can compute them.
+The protocol keeps tenants from seeing each other, but on loopback any local user may ask. Without the operator's token,
+a reader sees a slice's size, age and remaining time. The slice's tenant, its id and texts about it stay hidden.
+Pseudonyms stay the same while the broker lives, and no other process can compute them.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import MS_PER_S
 
 PSEUDONYM_CHARS: Final = 8
-"""Hexadecimal digits. Two of a thousand tenants share a pseudonym in one of 8,600 daemons' lives."""
+"""Hexadecimal digits of a pseudonym. With a thousand tenants, two share one in about one of 8,600 daemon runs."""
 
 KEY_CHARS: Final = 16
 
@@ -93,7 +93,7 @@ class LeaseChange:
 
 @dataclass(frozen=True, slots=True)
 class FleetNow:
-    """The node in its fleet at one moment; `left_s`: seconds to the membership deadline; None: not joined."""
+    """The node in its fleet at one moment. `left_s`: Seconds to the membership deadline; None if not joined."""
 
     node: str
     left_s: float | None
@@ -134,7 +134,7 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
     regions: dict[str, list[dict[str, Any]]] = {}
-    # Group leases by card, and regions by lease, whichever of the two comes first.
+    # Group leases by card, and regions by lease; a region may come before its lease.
     for lease in snapshot.leases:
         slice_view = _slice(lease, snapshot.rates, pseudonyms, age_s, is_named=is_named)
         if (parent := lease.get("parent")) is not None:

@@ -42,7 +42,7 @@ MAX_HOSTS: Final = 256
 """Maximum number of names in the Host header under which the page is served."""
 
 MAX_REASON_CHARS: Final = 512
-"""Maximum length of the reason that a tenant receives; the audit log keeps no more."""
+"""Maximum length of the reason that a tenant receives; the audit log keeps at most that many characters."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
 """The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""
@@ -151,7 +151,7 @@ class RevokeLease(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDrain(Message):
-    """Drain the node or a card within `within_ms`, or end the drain if that is None. `token`: as in RevokeLease.
+    """Drain the node or a card within `within_ms`; None ends the drain. `token`: as in RevokeLease.
 
     Attributes:
         card: The card's UUID; "" for the node.

@@ -67,11 +67,10 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 ALONE_S: Final = 60.0
-"""Time for which a zygote without workers waits for a broker. Stops a zygote from staying forever if no broker
-comes."""
+"""Seconds for which a zygote without workers waits for a broker, so that it does not stay forever if none comes."""
 
 HANDOVER_TIMEOUT_S: Final = 30.0
-"""Longest time for a new broker to read one message. Stops one that hangs from preventing the ends of leases."""
+"""Longest time for a new broker to read one message, so that a broker that hangs does not delay the ends of leases."""
 
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""
@@ -85,7 +84,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
         channel_fd: The channel to the broker.
         parent_pid: The broker's process id.
         sandbox: Sandbox settings, as returned by `SandboxSettings.to_text`.
-        listener_fd: The socket where the next broker connects; -1 to die with this one.
+        listener_fd: The socket where the next broker connects; -1 if the zygote dies with this broker.
     """
     # Either die with the broker, or be the process that listens for the next one.
     listener = socket.socket(fileno=listener_fd) if listener_fd >= 0 else None
@@ -122,13 +121,14 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
     except (DriverError, SandboxUnavailable) as error:
         send_message(channel, HelperBroken(str(error), error.hint).to_map())
         return None
-    # A fork copies only the calling thread: any other would leave its locks held forever in the worker.
+    # A fork copies only the calling thread: locks that another thread holds would stay locked in the worker forever.
     if len(os.listdir("/proc/self/task")) != 1:
         send_message(channel, HelperBroken("a thread was started before the fork", "").to_map())
         return None
-    # Without a listener no other broker ever compares the build.
+    # Without a listener, no later broker compares the build.
     build = own_build() if listener is not None else ""
-    # Every worker shares the objects alive now: the collector must not touch their pages, which would copy them.
+    # Every worker shares the objects alive now. The garbage collector must not write to their pages, because that would
+    # copy them.
     end_imports()
     introduction = ZygoteIntroduction(
         version=VERSION,
@@ -148,11 +148,11 @@ def _serve(zygote: "Zygote", channel: socket.socket, listener: socket.socket | N
     try:
         send_message(channel, Preloaded(zygote.introduction.findings).to_map())
     except ChannelClosed:
-        # The broker died before the zygote was ready. Without a listener that is the end.
+        # The broker died before the zygote was ready. Without a listener, the zygote ends now.
         if listener is None:
             return 0
     try:
-        # Closing a descriptor that a worker sent its broker can block here, too.
+        # Here, too, a close of a descriptor that a worker sent its broker can block.
         with interrupting_closes():
             zygote.run()
     except ChannelClosed:
@@ -168,7 +168,7 @@ class Zygote:
         channel: The channel to the broker.
         plan: The sandbox of the workers.
         introduction: The zygote's introduction to the next broker.
-        listener: The socket where the next broker connects; None to end with this one.
+        listener: The socket where the next broker connects; None if the zygote ends with this broker.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Zygote:
 
     def run(self) -> None:
         """Serve until the broker is gone, or, with a listener, until no broker can need this process any more."""
-        # The handler does nothing; its presence makes the kernel write to the wake-up descriptor.
+        # The handler does nothing, but only a signal with a handler is written to the wake-up descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         for sock in (self._wakeup, self._listener, self._channel):
@@ -217,8 +217,8 @@ class Zygote:
                 return
             now_ns = time.monotonic_ns()
             self._restore_listener(now_ns)
-            # Step 2: end leases. While there is a broker, end only those that it should have ended long ago; otherwise
-            # all that are due.
+            # Step 2: end leases. While there is a broker, end only those that it should have ended a second ago;
+            # otherwise all that are due.
             has_broker = self._channel is not None
             due_ns = self._workers.end_overdue(now_ns) if has_broker else self._end_due(now_ns)
             # Step 3: compute the next wake-up. A time in the past means that this process must end.
@@ -257,17 +257,17 @@ class Zygote:
         due_ns = self._workers.end_due(now_ns)
         if self._workers.live_workers():
             self._empty_since_ns = now_ns
-            # The death of workers that were killed wakes this process.
+            # When the killed workers have died, SIGCHLD wakes this process.
             return now_ns + int(ALONE_S * NS_PER_S) if due_ns is None else max(due_ns, now_ns + 1)
         return self._empty_since_ns + int(ALONE_S * NS_PER_S)
 
     def _restore_listener(self, now_ns: int) -> None:
-        """Make the socket again if its file was removed: the next broker would not find this process's leases."""
+        """Recreate the socket if its file was removed; the next broker needs it to find this process's leases."""
         if self._listener is None or now_ns < self._check_listener_ns:
             return
         self._check_listener_ns = now_ns + int(CHECK_INTERVAL_S * NS_PER_S)
         path = str(self._listener.getsockname())
-        # The usual case: the file is still there.
+        # Usually the file is still there.
         if file_at(path) is not None:
             return
         try:
@@ -287,7 +287,7 @@ class Zygote:
     # --- the broker ---
 
     def _serve_broker(self) -> None:
-        """Handle every message that waits, because they may be the broker's last ones."""
+        """Handle every waiting message, because they may be the broker's last ones."""
         while (channel := self._channel) is not None and _is_readable(channel):
             try:
                 message, fds = receive_message(channel)
@@ -322,17 +322,18 @@ class Zygote:
         close_all(fds)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send the broker a message, if there is one. The table also has the facts that the next broker needs."""
+        """Send the message to the broker, if there is one. If not, nothing is lost: the next broker reads the table."""
         if self._channel is None:
             return
         try:
             self._outbox.send(message.to_map(), fds)
         except ChannelClosed:
-            # The broker's last messages may still wait here. After them `_serve_broker` finds that it is gone.
+            # The broker's last messages may still wait here. After them, `_serve_broker` finds that the broker is gone.
             if self._listener is None:
                 raise
         except OSError:
-            # This process has no descriptor left for a message that has to wait, so the broker does not get it.
+            # A waiting message needs duplicates of its descriptors, and this process has none left, so send it without
+            # them.
             self._outbox.send(message.to_map())
         if self._outbox:
             self._poll.modify(self._channel, select.POLLIN | select.POLLOUT)
@@ -362,7 +363,7 @@ class Zygote:
     def _accept_broker(self, listener: socket.socket) -> None:
         """Pass all workers to the broker that connects."""
         if self._channel is not None:
-            # The present broker may have died a moment ago.
+            # The previous broker may have died a moment ago, so handle its last messages first.
             self._serve_broker()
         channel = _accept(listener, has_broker=self._channel is not None)
         if channel is None:
@@ -379,7 +380,7 @@ class Zygote:
 
     def _hand_over(self, channel: socket.socket) -> None:
         """Send a broker this zygote's introduction and its workers. Raises ChannelClosed if it does not read."""
-        # The introduction has the zygote's own pidfd, so the broker can watch it without a race for its number.
+        # The introduction has the zygote's own pidfd: by its process id, the broker could watch another process.
         own_pidfd = os.pidfd_open(self._pid)
         try:
             send_message(channel, self.introduction.to_map(), (own_pidfd,))
@@ -397,7 +398,7 @@ class Zygote:
             close_all(fds)
             self._send(ForkFailed(spec.lease_id, "the zygote has no descriptors left"))
             return
-        # Every step that can fail releases what the steps before it took, and reports the failure to the broker.
+        # If a step fails, release the resources of the steps before it, and report the failure to the broker.
         channel_fd, lease_fd, claims_fd, *broker_end = fds
         page_fds = PageFds(lease_fd, claims_fd)
         pipe: tuple[int, ...] = ()
@@ -409,7 +410,7 @@ class Zygote:
             close_all([*fds, *pipe])
             self._send(ForkFailed(spec.lease_id, f"fork: {error.strerror}"))
             return
-        # In the child: it never returns from here.
+        # This is the child, which never returns from here.
         if pid == 0:
             self._become_worker(spec, channel_fd, page_fds, worker_output_fd, [*broker_end, output_fd])
         close_all([channel_fd, worker_output_fd])
@@ -467,7 +468,7 @@ class Zygote:
 
     def _drain_wakeup(self) -> None:
         try:
-            # Non-blocking: the bytes only mean that SIGCHLD arrived, however many there are.
+            # Do not block: the bytes only mean that SIGCHLD arrived, and their number does not matter.
             while self._wakeup.recv(4096):
                 pass
         except BlockingIOError:
@@ -499,7 +500,7 @@ def _accept(listener: socket.socket, *, has_broker: bool) -> socket.socket | Non
     if uid in (0, os.geteuid()) and not has_broker:
         channel.settimeout(HANDOVER_TIMEOUT_S)
         return channel
-    # A second broker gets the reason, without a wait.
+    # Send a second broker the reason, but do not wait for it to read.
     if has_broker:
         channel.setblocking(False)
         with suppress(ChannelClosed, BlockingIOError):

@@ -1,7 +1,7 @@
 """Standard output and error of workers, passed on to the daemon's log line by line and within bounds.
 
-A worker writes to a pipe, never to the log itself. Kernels print through the pipe, as many lines as their tenant likes.
-A compromised worker could empty a log that is a file, or write lines in others' names.
+A worker writes to a pipe, never to the log itself. Kernels print through the pipe, and a tenant can print any number of
+lines. With access to the log, a compromised worker could empty its file, or write lines in other processes' names.
 """
 
 import os
@@ -15,17 +15,17 @@ from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_OUTPUT_BYTES: Final = 64 << 10
-"""Maximum number of bytes of one worker in its life: room for many tracebacks. After that its pipe is closed, and
-further output costs nothing. Stops a kernel that prints in a loop from filling the log's disk."""
+"""Maximum number of bytes that one worker prints in its life: room for many tracebacks. After that its pipe is closed,
+and further output costs nothing. Stops a kernel that prints in a loop from filling the log's disk."""
 
 OUTPUT_BYTES_PER_S: Final = 16 << 10
 """Bytes of all workers per second, on average. Stops a tenant from printing in one lease after another."""
 
 BURST_BYTES: Final = 1 << 20
-"""Bytes of all workers at once, after about a minute of silence."""
+"""Bytes that all workers together may print at once, after about a minute without output."""
 
 MAX_LINE_BYTES: Final = 900
-"""Maximum number of bytes of one line; a longer line is split. A log record shows more than that of a text."""
+"""Maximum number of bytes of one line; a longer line is split. It is less than a log record shows of a text."""
 
 RECORD_BYTES: Final = 250
 """Bytes of a log record in addition to the line. Stops a kernel from filling the log with one-character lines."""
@@ -40,8 +40,8 @@ class _Pipe:
     Attributes:
         pid: The worker's process id.
         output_bytes: Bytes counted against MAX_OUTPUT_BYTES.
-        partial: The beginning of a line without its end so far.
-        lost_lines: Lines dropped since the last one that was logged.
+        partial: The beginning of a line whose end has not arrived yet.
+        lost_lines: Lines dropped since a line was last logged.
     """
 
     pid: int
@@ -55,7 +55,7 @@ class WorkerOutput:
 
     Args:
         poll: The poll object at which pipes are registered; call `on_readable` for each that is ready.
-        log: Called with a worker's process id, a line, and how many of its lines before were dropped.
+        log: Called with a worker's process id, a line, and the number of its lines that were dropped before.
         clock: Seconds of a monotonic clock.
     """
 
@@ -75,7 +75,7 @@ class WorkerOutput:
         return fd in self._pipes
 
     def add(self, fd: int, pid: int) -> None:
-        """Read a worker's pipe from now on, and close it in the end."""
+        """Read a worker's pipe from now on, and close it at its end."""
         self._pipes[fd] = _Pipe(pid)
         self._poll.register(fd, select.POLLIN)
 
@@ -119,7 +119,7 @@ class WorkerOutput:
 
 
 def redirect_output(fd: int) -> None:
-    """Make a pipe's end the standard output and error of a worker just forked; what finds no room in it is lost."""
+    """Make a pipe's end the standard output and error of a newly forked worker; output to a full pipe is lost."""
     # A full pipe must lose output, not block the worker.
     os.set_blocking(fd, False)
     for standard in (1, 2):

@@ -1,15 +1,15 @@
-"""The workers of a zygote, and the rules by which the zygote itself ends them.
+"""The workers of a zygote, and the rules by which the zygote itself ends their leases.
 
 For each worker the table has its specification from the broker, its process and its control pages. A zygote that
 outlives its broker also has the broker's end of the worker's channel. So the worker does not notice that its broker
-died: the channel stays open, and the worker's messages meanwhile wait in it for the next broker.
+died: the channel stays open, and the worker's messages wait in it until the next broker reads them.
 
 While no broker runs, the zygote ends leases: by the deadline, the membership deadline or the revocation word on the
-lease's page, or because a kernel has run for too long. No worker can write the lease's page. The kernel's times are the
-worker's own claims, so a compromised worker can hide a kernel, and lives to its deadline.
+lease's page, or because a kernel has run for too long. No worker can write the lease's page. The times of kernels are
+the worker's own claims, so a compromised worker can hide a kernel, and then lives until its lease's deadline.
 
-A broker that exists may hang: stopped, or waiting for a disk. The zygote ends what that broker should have ended a
-second ago.
+A broker may also hang, because it is stopped or waits for a disk. Then the zygote ends the leases that the broker
+should have ended a second ago.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ NEVER_NS: Final = 1 << 63
 
 @dataclass(slots=True)
 class WorkerEntry:
-    """A worker, from its fork until a broker orders it forgotten.
+    """A worker, from its fork until a broker orders the zygote to forget it.
 
     Attributes:
         serial: The worker's number in this zygote; never used again.
@@ -57,11 +57,11 @@ class WorkerEntry:
         channel_fd: The broker's end of the worker's channel; -1 if the zygote dies with its broker.
         reason: How the worker ended; None while it lives.
         last_page: The state of the lease's page when the worker was reaped.
-        last_transfer: What the worker had claimed about its session by then.
+        last_transfer: The worker's claims about its session by then.
         deadline_ns: When the lease ends, as the last broker wrote it. Set while no broker runs.
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
-        overran: The kernel because of which the zygote ended the lease, in words; "" for none.
+        overran: The kernel because of which the zygote ended the lease, as text; "" for none.
         poll_ns: When the worker can be overdue at the earliest, by the last reading of its page.
         is_overdue: Whether the zygote killed the worker although there was a broker.
         left_gone_by_ns: The time by which the worker had to have exited, according to the page that the earlier broker
@@ -121,13 +121,13 @@ class WorkerTable:
 
     def change(self, serial: int, spec: WorkerSpec, page_fds: PageFds = NO_FDS) -> None:
         """Give a worker another lease, or none; with `page_fds`, which the table closes, also other control pages."""
-        # A change may also move a deadline, so the page is read again at once.
+        # A change may also move a deadline, so read the page again at once.
         for worker in self._live_workers.values():
             if worker.serial == serial:
                 worker.spec = spec
                 worker.poll_ns = self._poll_ns = 0
                 if page_fds != NO_FDS:
-                    # The old pages are closed below, in place of the new ones.
+                    # The statement below closes the old pages instead of the new ones.
                     worker.page_fds, page_fds = page_fds, worker.page_fds
         for fd in page_fds:
             if fd >= 0:
@@ -138,14 +138,15 @@ class WorkerTable:
 
         Args:
             pid: The child's process id.
-            reason: How it ended, in words.
+            reason: How the child ended, as text.
             remember: Whether to keep the entry until a broker reports that the worker's bytes are proved free.
         """
         worker = self._live_workers.pop(pid, None)
         if worker is not None:
             worker.reason = reason
             if remember:
-                # A broker flips the word before it records the end. If it died in between, only the page shows the end.
+                # A broker sets the revocation word before it records the end. If it died in between, only the page
+                # shows the end.
                 worker.last_page = state_of(worker.page_fds.lease)
                 worker.last_transfer = transfer_on(worker.page_fds.claims)
             worker.close()
@@ -165,11 +166,11 @@ class WorkerTable:
         return list(self._live_workers.values())
 
     def is_empty(self) -> bool:
-        """Return whether there is neither a living worker nor an ended one that a broker still has to learn of."""
+        """Return whether no worker lives, and no broker still needs the report of an ended one."""
         return not self._live_workers and not self._ended
 
     def close(self) -> None:
-        """Close everything, in a worker just forked: nothing of another lease may be open there."""
+        """Close all descriptors, in a newly forked worker: nothing of another lease may be open there."""
         for worker in self._live_workers.values():
             worker.close()
         self._live_workers.clear()
@@ -177,7 +178,7 @@ class WorkerTable:
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
         """Yield the messages, with their descriptors, from which the next broker learns about the workers."""
-        # First list the live workers, each with its descriptors; then the ended ones, for which only a report is left.
+        # First yield the live workers, each with its descriptors; then the ended ones, for which only a report is left.
         for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)
@@ -207,7 +208,7 @@ class WorkerTable:
     # --- while no broker runs ---
 
     def lose_broker(self, now_ns: int) -> None:
-        """Take over the ending of leases: from now on no broker ends them or writes deadlines."""
+        """Become responsible for ending leases: from now on, no broker ends them or writes deadlines."""
         for worker in self._live_workers.values():
             state = state_of(worker.page_fds.lease)
             worker.deadline_ns = state.deadline_ns
@@ -220,7 +221,7 @@ class WorkerTable:
     def regain_broker(self) -> None:
         """Leave all workers that are not killed yet to the new broker."""
         for worker in self._live_workers.values():
-            # The new broker ends leases by its own rules; kills that were decided stay.
+            # The new broker ends leases by its own rules, but kills that were already decided remain.
             if not worker.is_killed:
                 worker.kill_due_ns = None
             # Keep the values that the old broker wrote to the page, to distinguish them from those of the new broker.
@@ -239,16 +240,16 @@ class WorkerTable:
 # --- overdue while there is a broker ---
 
 OVERDUE_NS: Final = 1_000_000_000
-"""Delay of a broker after which the zygote acts. A broker that runs is never so late. Stops a kernel that never ends
-from outliving its lease for as long as a broker hangs."""
+"""Delay of a broker after which the zygote acts; a broker that runs is never so late. While a broker hangs, this stops
+a kernel that never ends from outliving its lease."""
 
 PAGE_POLL_NS: Final = 500_000_000
 """Time between two readings of a page: the broker ends the lease or moves the deadline there, without a message."""
 
 BEYOND_NS: Final = 100_000_000
-"""Time after a lease's membership deadline after which the zygote acts although there is a broker. Another node may
-serve the lease's name a few hundredths of that deadline's length later, so the zygote does not wait for a second
-here."""
+"""Time after a lease's membership deadline after which the zygote acts although there is a broker. Soon after that
+deadline (a few hundredths of its length), another node may serve the lease's name, so the zygote does not wait for a
+second here."""
 
 ISOLATED: Final = "isolated"
 """The cause of an end at the membership deadline, for the next broker."""
@@ -304,10 +305,10 @@ def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
 
 
 def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
-    # The word goes first: the worker may report the end to its tenants before it dies.
+    # Set the revocation word before the kill, so that the worker may report the end to its tenants before it dies.
     if state_of(worker.page_fds.lease).word is None:
         flip_word(worker.page_fds.lease, word, cause)
-    # The broker did end it, and it is ending: the driver unpins the host memory of a lease that was parked.
+    # The broker did end the lease, and the worker is still exiting: the driver unpins a parked lease's host memory.
     if is_exiting(worker.pid):
         return
     worker.is_overdue = True
@@ -328,23 +329,23 @@ MIN_POLL_NS: Final = 10_000_000
 """Shortest time between two such polls, however short the bound: a poll is a few system calls."""
 
 POLLS_PER_BOUND: Final = 8
-"""Number of polls in the time that a kernel may run: one that runs too long is found late by at most that fraction."""
+"""Number of polls in the time that a kernel may run, so an overrun is found late by at most one such fraction of it."""
 
 
 def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
     """End a worker's lease if it is over, and the worker after the grace; yields when to check it again."""
     if worker.is_killed:
         return
-    # Step 1: is the lease over? Then flip the word and wake the worker; the grace begins.
+    # Step 1: if the lease is over, set the revocation word and wake the worker; the grace begins.
     if worker.kill_due_ns is None and (word := _word_for(worker, now_ns)) is not None:
         worker.kill_due_ns = now_ns + GRACE_NS
         flip_word(worker.page_fds.lease, word, ISOLATED if word is Status.REVOKED else "")
         _wake(worker.channel_fd)
-    # Step 2: a living lease: yield every time at which that may change.
+    # Step 2: while the lease lives, yield the next time at which that may change.
     if worker.kill_due_ns is None:
         yield worker.deadline_ns
         if (membership_deadline_ns := _membership_deadline_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
-            # The host may sleep during this wait, and the clock of the wait does not count that.
+            # The host may sleep during this wait, and the clock of the wait does not count sleep.
             yield min(membership_deadline_ns, now_ns + PAGE_POLL_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
             yield now_ns + max(MIN_POLL_NS, min(bound_ns // POLLS_PER_BOUND, MAX_POLL_NS))
@@ -371,7 +372,7 @@ def _wake(channel_fd: int) -> None:
     """Make a sleeping worker read its page, so that it reports the end of the lease to its tenants."""
     channel = socket.socket(fileno=channel_fd)
     try:
-        # The channel's number belongs to the table, so the socket object must not close it.
+        # The descriptor belongs to the table, so the socket object must not close it.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             send_message(channel, EndSession().to_map())
     finally:
