@@ -106,13 +106,13 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     if has_ended != (lease.cause is not None):
         raise InvariantBroken(f"{_name(lease)} has cause {lease.cause}.")
     if (state is LeaseState.FENCED) != (lease.lease_id in store.fenced):
-        raise InvariantBroken(f"{_name(lease)} is misfiled as to fences.")
+        raise InvariantBroken(f"The index of fenced leases is wrong about {_name(lease)}.")
     if (state is LeaseState.FENCED) != (lease.ended_ns is not None):
         raise InvariantBroken(f"{_name(lease)} ended at {lease.ended_ns}.")
     # A pending lease has exactly one open acquire; an active one has a deadline and a worker.
     is_awaited = store.pending.get(lease.request) == lease.lease_id
     if (state is LeaseState.PENDING) != is_awaited:
-        raise InvariantBroken(f"{_name(lease)} and its acquire disagree on who waits.")
+        raise InvariantBroken(f"{_name(lease)} and the index of open acquires contradict each other.")
     if state is LeaseState.PENDING and lease.deadline_ns is not None:
         raise InvariantBroken(f"{_name(lease)} has a deadline already.")
     if state is LeaseState.ACTIVE and lease.deadline_ns is None:
@@ -120,7 +120,7 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     if state is LeaseState.ACTIVE and lease.is_worker_gone:
         raise InvariantBroken(f"{_name(lease)} has no worker.")
     if not has_ended and (lease.is_kill_sent or lease.revoke_requests):
-        raise InvariantBroken(f"{_name(lease)} is half torn down.")
+        raise InvariantBroken(f"{_name(lease)} has parts of a teardown, but has not ended.")
     # Bytes: either all of the lease's own bytes are still awaited, or none. If the lease took over a warm context, its
     # overhead is charged already and is not awaited.
     is_awaiting = lease.awaited_bytes > 0
@@ -136,9 +136,9 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
         raise InvariantBroken(f"{_name(lease)} waits for {lease.awaited_bytes} bytes.")
     is_startless = is_awaiting and state is LeaseState.ACTIVE and not is_returning
     if is_startless:
-        raise InvariantBroken(f"{_name(lease)} is active and has no room.")
+        raise InvariantBroken(f"{_name(lease)} is active, but still waits for its bytes.")
     if lease.unconnected_ns is not None and lease.orphan_ms <= 0:
-        raise InvariantBroken(f"{_name(lease)} waits for a connection it may be without.")
+        raise InvariantBroken(f"{_name(lease)} counts time without a connection, but needs none.")
     if lease.warm_id in store.warm:
         raise InvariantBroken(f"{_name(lease)} and the pool have the same context.")
     if not has_ended and lease.free_request is not None:
@@ -154,7 +154,7 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_in_doubt or lease.fault or lease.revoke_requests)
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_kill_sent or lease.is_worker_gone)
     if not is_scrubbed_rightly and lease.is_scrubbing:
-        raise InvariantBroken(f"{_name(lease)} is to be recycled and must not be.")
+        raise InvariantBroken(f"{_name(lease)} must not be recycled.")
     _validate_history(store, lease)
     _validate_park(store, lease)
 
@@ -162,34 +162,34 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
 def _validate_park(store: LeaseStore, lease: Lease) -> None:
     park = lease.park
     if (park is not None) != lease.terms.is_parkable:
-        raise InvariantBroken(f"{_name(lease)} is parkable, or is not, against its terms.")
+        raise InvariantBroken(f"The park state of {_name(lease)} contradicts its terms.")
     if (park is not None) != (store.parkable.get(lease.lease_id) is lease):
-        raise InvariantBroken(f"{_name(lease)} is misfiled as parkable.")
+        raise InvariantBroken(f"The index of parkable leases is wrong about {_name(lease)}.")
     waiter = store.queue.get(-lease.lease_id)
     if park is None:
         if waiter is not None:
-            raise InvariantBroken(f"{_name(lease)} waits to return and is not parkable.")
+            raise InvariantBroken(f"{_name(lease)} waits to return, but is not parkable.")
         return
     # Only a parked session has released its bytes, also while it gets a worker that refuses its waiting operations.
     is_off = park.off_bytes > 0
     may_be_off = park.phase is ParkPhase.PARKED or (park.phase is ParkPhase.RETURNING and park.refusal != "")
     if is_off and not may_be_off:
-        raise InvariantBroken(f"{_name(lease)} is {park.phase.value} and its bytes are gone.")
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, but has released its bytes.")
     if park.refusal and park.phase is not ParkPhase.RETURNING:
-        raise InvariantBroken(f"{_name(lease)} is refused in a worker that it has not.")
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, but has the refusal of a return.")
     is_cold = park.depth is ParkDepth.COLD
     most_bytes = store.account_by_uuid[lease.card_uuid].charge_bytes(lease.terms)
     is_bounded = 0 <= park.off_bytes <= (most_bytes if is_cold else lease.terms.size_bytes)
     if not is_bounded:
-        raise InvariantBroken(f"{_name(lease)} has given {park.off_bytes} bytes back.")
+        raise InvariantBroken(f"{_name(lease)} has released {park.off_bytes} bytes.")
     # A cold session has no worker, so it holds nothing unless it is already charged for its return.
     is_charged = lease.charge_bytes > lease.awaited_bytes
     if is_cold and is_charged:
-        raise InvariantBroken(f"{_name(lease)} is cold, and charged {lease.charge_bytes} bytes.")
+        raise InvariantBroken(f"{_name(lease)} is cold, but charged {lease.charge_bytes} bytes.")
     if lease.state is LeaseState.ACTIVE:
         is_off_deep = park.depth in (ParkDepth.LEAVING, ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
         if is_off_deep and park.phase not in (ParkPhase.PARKED, ParkPhase.RETURNING):
-            raise InvariantBroken(f"{_name(lease)} left unparked.")
+            raise InvariantBroken(f"{_name(lease)} left its worker, but is {park.phase.value}.")
     else:
         if park.move is not None:
             raise InvariantBroken(f"{_name(lease)} has ended, but a move of it continues.")
@@ -198,7 +198,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     if lease.state is not LeaseState.ACTIVE:
         is_wanted = any(group.lease_id == lease.lease_id for group in store.deferred)
         if waiter is not None or park.requests or is_wanted:
-            raise InvariantBroken(f"{_name(lease)} has ended, and somebody waits for its parking.")
+            raise InvariantBroken(f"{_name(lease)} has ended, but a request waits for its park or return.")
         return
     # An active lease whose bytes are off the card has host memory. If it waits in the queue, it is parked and awaited.
     # The worker of a restored lease may have shown nothing yet.
@@ -207,38 +207,38 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
         raise InvariantBroken(f"{_name(lease)} is {park.phase.value} without host memory.")
     is_waiting = park.phase is ParkPhase.PARKED and park.is_awaited
     if (waiter is not None) != is_waiting:
-        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and the queue disagrees.")
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}; the queue contradicts this.")
     if park.is_in_place and (park.phase not in (ParkPhase.PARKED, ParkPhase.RETURNING) or park.parked_ns):
-        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and parked in place.")
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, but parked in place.")
     if park.phase is ParkPhase.PARKED and park.parked_ns <= 0 and not park.is_in_place:
-        raise InvariantBroken(f"{_name(lease)} is parked since never.")
+        raise InvariantBroken(f"{_name(lease)} is parked, but has no time of its park.")
     is_asked = park.is_leaving or park.phase is ParkPhase.RETURNING
     if park.requests and not is_asked:
-        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a park waits for it.")
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, but a request waits for its park.")
     waiting = [group for group in store.deferred if group.lease_id == lease.lease_id]
     if not all(must_wait(park, is_move=group.is_move) for group in waiting):
-        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a request still waits for that.")
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}; a deferred request need not wait.")
     is_settled = park.phase is ParkPhase.PARKED and park.depth in (ParkDepth.WARM, ParkDepth.COLD)
     if waiting and is_settled and not park.is_awaited:
-        raise InvariantBroken(f"{_name(lease)} is parked, and nothing brings it back for a request that waits.")
+        raise InvariantBroken(f"{_name(lease)} is parked; nothing returns it for a deferred request.")
     # A restored session's worker confirms that the session is on the card. Meanwhile the lease is charged in full.
     is_confirming = lease.is_restored and park.phase is ParkPhase.RETURNING
     if park.is_off and lease.submit_id and not is_confirming:
-        raise InvariantBroken(f"{_name(lease)} is parked, and a submit of it runs.")
+        raise InvariantBroken(f"{_name(lease)} is parked, but its submit runs.")
     if park.is_off and lease.resize is not None:
-        raise InvariantBroken(f"{_name(lease)} is parked and resized.")
+        raise InvariantBroken(f"{_name(lease)} is parked, but is being resized.")
 
 
 def _validate_history(store: LeaseStore, lease: Lease) -> None:
     history = lease.history
     if len(history) > store.limits.max_story_entries:
-        raise InvariantBroken(f"{_name(lease)} has a story of {len(history)} entries.")
+        raise InvariantBroken(f"{_name(lease)} has a history of {len(history)} entries.")
     if history and history[-1].finish is not lease.state:
-        raise InvariantBroken(f"{_name(lease)} is not where its story ends.")
+        raise InvariantBroken(f"{_name(lease)} has another state than the end of its history.")
     # Generations never go back: tokens and grants carry them, and an old one must stay invalid.
     generations = [entry.generation for entry in history] + [lease.generation]
     if generations != sorted(generations) or generations[0] < 1:
-        raise InvariantBroken(f"{_name(lease)} went back a generation.")
+        raise InvariantBroken(f"{_name(lease)} went back to an earlier generation.")
     renewed = [entry.generation for entry in history if entry.trigger is Trigger.RENEWED]
     if len(set(renewed)) != len(renewed):
         raise InvariantBroken(f"{_name(lease)} used a generation twice.")
@@ -261,7 +261,7 @@ def _validate_host(store: LeaseStore) -> None:
     if store.parked_host_bytes != host_bytes:
         raise InvariantBroken(f"{store.parked_host_bytes} bytes of the host are counted, not {host_bytes}.")
     if not store.parkable.keys() <= store.live.keys():
-        raise InvariantBroken("There are parkable leases that no longer live.")
+        raise InvariantBroken("The index of parkable leases has leases that are not live.")
     # Sessions that an earlier daemon parked may exceed a bound that has been lowered since.
     is_bound = not any(lease.is_restored for lease in store.parkable.values())
     most = store.limits.park_memory_bytes
@@ -276,10 +276,10 @@ def _validate_claims(store: LeaseStore) -> None:
     if len(named) != count:
         raise InvariantBroken(f"{count} leases have {len(named)} names.")
     if store.claimed != named:
-        raise InvariantBroken("The table misfiles leases with names.")
+        raise InvariantBroken("The index of leases with names is wrong.")
     with_claims = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
     if store.with_claims != with_claims:
-        raise InvariantBroken("The table misfiles claimed leases.")
+        raise InvariantBroken("The index of claimed leases is wrong.")
     # A claimed lease is never ACTIVE without a membership deadline, because after that time another node may take its
     # name over.
     for lease in store.live.values():
@@ -288,22 +288,22 @@ def _validate_claims(store: LeaseStore) -> None:
             raise InvariantBroken(f"{_name(lease)} has the name {claim.name!r} and epoch {claim.epoch}.")
         has_deadline = lease.membership_deadline is not None or lease.is_restored
         if claim.is_claimed and lease.state is LeaseState.ACTIVE and not has_deadline:
-            raise InvariantBroken(f"{_name(lease)} has no horizon.")
+            raise InvariantBroken(f"{_name(lease)} has a claim, but no membership deadline.")
         if not claim.is_claimed and lease.membership_deadline is not None:
-            raise InvariantBroken(f"{_name(lease)} has a horizon and no claim.")
+            raise InvariantBroken(f"{_name(lease)} has a membership deadline, but no claim.")
         is_covered = lease.is_restored or not claim.fleet_bytes or claim.size_bytes <= claim.fleet_bytes
         if not is_covered:
             raise InvariantBroken(f"{_name(lease)} has more bytes than were claimed for it.")
         is_known = claim.epoch <= store.epochs.of(claim.name) or lease.is_restored
         if claim.name and not is_known:
-            raise InvariantBroken(f"{_name(lease)} has an epoch above the highest.")
+            raise InvariantBroken(f"{_name(lease)} has an epoch above the highest of its name.")
     if len(store.epochs) > MAX_NAMES:
         raise InvariantBroken(f"{len(store.epochs)} names are kept with their epochs.")
     # The index with which a client that repeats its request is given its lease.
     for (tenant, request_id), lease in store.by_request.items():
         is_its_own = store.live.get(lease.lease_id) is lease and lease.tenant == tenant
         if not is_its_own or lease.terms.request_id != request_id:
-            raise InvariantBroken(f"{_name(lease)} is misfiled by its request.")
+            raise InvariantBroken(f"The index of leases by request is wrong about {_name(lease)}.")
 
 
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
@@ -329,24 +329,24 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     if charged_bytes > card.capacity_bytes and not is_all_restored:
         raise InvariantBroken(f"{name} holds {charged_bytes} of {card.capacity_bytes} bytes.")
     if account.leases != len(leases):
-        raise InvariantBroken(f"{name} counts {account.leases} leases and has {len(leases)}.")
+        raise InvariantBroken(f"{name} counts {account.leases} leases, not {len(leases)}.")
     by_tenant = Counter(lease.tenant for lease in leases)
     if account.leases_by_tenant != by_tenant:
-        raise InvariantBroken(f"{name} counts leases per tenant that are not there.")
+        raise InvariantBroken(f"{name} miscounts its leases per tenant.")
     if account.exclusive_leases != alone:
-        raise InvariantBroken(f"{name} counts {account.exclusive_leases} lone leases.")
+        raise InvariantBroken(f"{name} counts {account.exclusive_leases} exclusive leases, not {alone}.")
     if alone and len(leases) != 1 and not is_all_restored:
-        raise InvariantBroken(f"{name} has a lease that must be alone, and {len(leases)} in all.")
+        raise InvariantBroken(f"{name} has an exclusive lease, and {len(leases)} leases in all.")
     # Each lease is charged the bytes that its terms cost on this card.
     for lease in leases:
         charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
         charge_bytes -= 0 if lease.park is None else lease.park.off_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
         if not is_rightly_charged:
-            raise InvariantBroken(f"{_name(lease)} is mischarged.")
+            raise InvariantBroken(f"{_name(lease)} is charged {lease.charge_bytes} bytes, not {charge_bytes}.")
         is_partitioned = lease.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
         if not is_partitioned:
-            raise InvariantBroken(f"{_name(lease)} owns a partition on {name}, which is none.")
+            raise InvariantBroken(f"{_name(lease)} needs a partition, but {name} is not one.")
 
 
 def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
@@ -371,7 +371,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
         raise InvariantBroken(f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
     knows = set(account.awaiting) == {lease.lease_id for lease in waiting}
     if not knows:
-        raise InvariantBroken(f"{name} does not know who waits for warm contexts to leave.")
+        raise InvariantBroken(f"{name} has a wrong index of leases that wait for warm contexts to leave.")
     # Bytes in use now must fit the measured capacity, unless all leases come from an earlier table.
     used = charged_bytes - awaited + warm
     is_new_in = any(lease.charge_bytes > lease.awaited_bytes and not lease.is_restored for lease in leases)
@@ -382,14 +382,16 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     promised = charged_bytes - never + stuck + yielding
     is_new_in = is_new_in or bool(waiting)
     if promised > capacity and is_new_in:
-        raise InvariantBroken(f"{name} promises {promised} of {capacity} bytes, and no context leaves.")
+        raise InvariantBroken(f"{name} promises {promised} of {capacity} bytes.")
     is_fitting = promised <= now or not (waiting or yielding)
     if not is_fitting:
-        raise InvariantBroken(f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
+        raise InvariantBroken(
+            f"{name} promises {promised} of {now} bytes, although contexts could leave or leases wait."
+        )
     # The first lease in the queue must really lack room; otherwise it would wait in vain.
     first = next(iter(account.awaiting.values()), None)
     if first is not None and used + first.awaited_bytes <= now:
-        raise InvariantBroken(f"{name} has room for a lease that waits for it.")
+        raise InvariantBroken(f"{name} has room for a lease that still waits.")
     _validate_pool_size(store, account, leases)
 
 
@@ -402,7 +404,7 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     # driver that loses every context can't fill the card with fences.
     making = sum(context.state is WarmState.WARMING for context in contexts)
     if making > 1:
-        raise InvariantBroken(f"{name} has {making} warm contexts made at a time.")
+        raise InvariantBroken(f"{name} makes {making} warm contexts at a time.")
     shared_count = sum(context.state in YIELDING and context.tenant is None for context in contexts)
     if shared_count > account.warm_wanted:
         raise InvariantBroken(f"{name} has {shared_count} warm contexts; {account.warm_wanted} are wanted.")
@@ -420,7 +422,7 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     is_closed = store.is_shutting_down or store.drain_ns is not None
     must_be_empty = is_closed or account.exclusive_leases or account.drain_ns is not None
     if account.yielding_bytes and must_be_empty:
-        raise InvariantBroken(f"{name} keeps warm contexts that it must not have.")
+        raise InvariantBroken(f"{name} must have no warm contexts.")
 
 
 def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext) -> None:
@@ -433,7 +435,7 @@ def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext
         raise InvariantBroken(f"{name} is on another card.")
     is_rightly_charged = context.charge_bytes == account.card.overhead_bytes or context.is_restored
     if not is_rightly_charged:
-        raise InvariantBroken(f"{name} is mischarged.")
+        raise InvariantBroken(f"{name} is charged {context.charge_bytes} bytes.")
     is_needed = context.state in YIELDING or context.state is WarmState.HELD
     if context.is_worker_gone and is_needed:
         raise InvariantBroken(f"{name} has no worker.")
@@ -442,7 +444,7 @@ def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext
     if not is_held_once:
         raise InvariantBroken(f"{name} is held for {len(holders)} sessions.")
     if (context.tenant is None) != (context.leases == 0):
-        raise InvariantBroken(f"{name} is {context.tenant!r}'s without a lease.")
+        raise InvariantBroken(f"{name} belongs to {context.tenant!r}, and has served {context.leases} leases.")
     most = 1 if store.recycling is None else store.recycling.max_leases
     is_waiting = context.tenant is None or context.state is not WarmState.WARMING
     if context.leases >= most or not is_waiting:
@@ -460,9 +462,9 @@ def _validate_submit(store: LeaseStore, submit: Submit) -> None:
     name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
     lease = store.live.get(submit.lease_id)
     if submit.submit_id < FIRST_SUBMIT_ID:
-        raise InvariantBroken(f"{name} has another's number.")
+        raise InvariantBroken(f"{name} has the number of a lease or a warm context.")
     if lease is None or lease.submit_id != submit.submit_id:
-        raise InvariantBroken(f"{name} is not its lease's.")
+        raise InvariantBroken(f"{name} is not in the index of its lease.")
     if lease is None:
         return
     # A submit that has not ended needs an active lease and a worker; one that ends needs a timer.
@@ -475,7 +477,7 @@ def _validate_submit(store: LeaseStore, submit: Submit) -> None:
         raise InvariantBroken(f"{name} has no worker.")
     is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
     if submit.is_replaced and not is_awaited:
-        raise InvariantBroken(f"{name} is to be replaced and has not ended, or its lease has.")
+        raise InvariantBroken(f"{name} can't be replaced: it has not ended, or its lease has.")
     if state is SubmitState.RUNNING and submit.due_ns is None:
         raise InvariantBroken(f"{name} would never end.")
     is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
@@ -486,9 +488,9 @@ def _validate_submit(store: LeaseStore, submit: Submit) -> None:
     overhead_bytes = store.account_by_uuid[lease.card_uuid].card.overhead_bytes
     is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
     if not is_own:
-        raise InvariantBroken(f"{name} has other bytes than its lease keeps for it.")
+        raise InvariantBroken(f"{name} has more or fewer bytes than its lease keeps for it.")
     if own_bytes + submit.charge_bytes != lease.charge_bytes:
-        raise InvariantBroken(f"{name} and its session hold another sum.")
+        raise InvariantBroken(f"{name} and its session hold more or fewer bytes than their lease is charged.")
 
 
 def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
@@ -497,33 +499,33 @@ def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
     if not is_split:
         raise InvariantBroken(f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
     if lease.submit_id not in (0, *store.submits):
-        raise InvariantBroken(f"{name} has a submit that is not known.")
+        raise InvariantBroken(f"{name} has an unknown submit.")
     has_place = lease.terms.submit_bytes > 0 or lease.own_submit_bytes > 0
     if lease.submit_id and not has_place:
-        raise InvariantBroken(f"{name} has a submit and no room for it.")
+        raise InvariantBroken(f"{name} has a submit, but no room for it.")
     is_alone = not (lease.terms.submit_bytes or lease.has_session) and lease.submit_id > 0
     if lease.own_submit_bytes and not is_alone and not lease.is_restored:
-        raise InvariantBroken(f"{name} has a submit in its session's place.")
+        raise InvariantBroken(f"{name} has a submit that uses the room of its session.")
     # A context lent for a submit must have a submit, or be part of a fence.
     is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
     if lease.extra_bytes and not is_lent:
-        raise InvariantBroken(f"{name} holds a context that no submit has.")
+        raise InvariantBroken(f"{name} is charged a context for a submit, but has no submit.")
     if lease.is_scrubbing and lease.submit_id:
-        raise InvariantBroken(f"{name} is to be recycled and has a submit.")
+        raise InvariantBroken(f"{name} is to be recycled, but has a submit.")
     earlier = store.submits.get(lease.submit_id)
     is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
     if lease.next_submit is not None and not is_served:
-        raise InvariantBroken(f"{name} has somebody wait for a submit that will never be gone.")
+        raise InvariantBroken(f"{name} has a waiting submit, but none that will end before it.")
 
 
 def _validate_regions(store: LeaseStore) -> None:
     # Both indexes of regions agree, and each opening region has exactly one open request.
     of_leases = {region_id: lease for lease in store.live.values() for region_id in lease.regions}
     if of_leases.keys() != store.regions.keys():
-        raise InvariantBroken("There are regions that no live lease has, or unknown ones.")
+        raise InvariantBroken("The index of regions does not match the regions of live leases.")
     opening = {region.request for region in store.regions.values() if region.state is RegionState.OPENING}
     if opening != store.region_requests.keys():
-        raise InvariantBroken("Regions that open and their requests disagree on who waits.")
+        raise InvariantBroken("The index of region requests does not match the regions that open.")
     for region_id, region in store.regions.items():
         _validate_region(store, of_leases[region_id], region)
     for lease in store.live.values():
@@ -536,7 +538,9 @@ def _validate_regions(store: LeaseStore) -> None:
             raise InvariantBroken(f"Region {region_id:032x} is both live and ended.")
         is_whole = ended.state is LeaseState.TORNDOWN and ended.cause is not None and ended.ended_ns is not None
         if not is_whole:
-            raise InvariantBroken(f"Region {region_id:032x} has not quite ended.")
+            raise InvariantBroken(
+                f"Region {region_id:032x} is in the index of ended ones, but has not ended completely."
+            )
     if len(store.ended_regions) > store.limits.max_tombstones:
         raise InvariantBroken("Too many ended regions are remembered.")
 
@@ -547,7 +551,7 @@ def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> No
     goes_on = state in (RegionState.OPENING, RegionState.ACTIVE)
     is_known = region.lease_id == lease.lease_id and lease.regions.get(region.region_id) is region
     if not is_known or region.region_id in store.live:
-        raise InvariantBroken(f"{name} is not its lease's.")
+        raise InvariantBroken(f"{name} is not in the index of its lease.")
     if goes_on and lease.state is not LeaseState.ACTIVE:
         raise InvariantBroken(f"{name} continues, and its lease is {lease.state.value}.")
     if goes_on != (region.cause is None):
@@ -562,14 +566,14 @@ def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> No
     if region.is_given_up and state not in LASTING:
         raise InvariantBroken(f"{name} was given up.")
     if state is RegionState.RETURNED and region.kept_bytes <= 0:
-        raise InvariantBroken(f"{name} keeps nothing and is remembered.")
+        raise InvariantBroken(f"{name} keeps no bytes, so it must be removed.")
     # Until the end of a region is reported, an answer is awaited. While its lease is active, a timer must bound that
     # wait.
     if goes_on and (region.free_request or region.revoke_requests):
-        raise InvariantBroken(f"{name} is half ended.")
+        raise InvariantBroken(f"{name} has parts of an end, but has not ended.")
     is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_reported
     if is_awaited != (region.end_due_ns is not None):
-        raise InvariantBroken(f"{name} has no timer to end it, or one too many.")
+        raise InvariantBroken(f"{name} lacks the timer that bounds its end, or has one without need.")
     is_fenced = lease.state is not LeaseState.FENCED or state is RegionState.RETURNED or region.is_given_up
     if not is_fenced:
         raise InvariantBroken(f"{name} is not part of its lease's fence.")
@@ -577,9 +581,9 @@ def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> No
         raise InvariantBroken(f"{name} keeps {region.kept_bytes} bytes.")
     history = region.history
     if len(history) > store.limits.max_story_entries:
-        raise InvariantBroken(f"{name} has a story of {len(history)} entries.")
+        raise InvariantBroken(f"{name} has a history of {len(history)} entries.")
     if history and history[-1].finish is not state:
-        raise InvariantBroken(f"{name} is not where its story ends.")
+        raise InvariantBroken(f"{name} has another state than the end of its history.")
     ends = [entry.trigger for entry in history if isinstance(entry.trigger, Cause)]
     if len(ends) > 1 or (ends and ends[0] is not region.cause):
         raise InvariantBroken(f"{name} ended {len(ends)} times.")
@@ -598,7 +602,7 @@ def _validate_slice(lease: Lease) -> None:
     numbers = {region.number for region in regions}
     is_numbered = len(numbers) == len(regions) and lease.region_number >= max(numbers, default=0)
     if not is_numbered or lease.region_number > MAX_NUMBER:
-        raise InvariantBroken(f"{_name(lease)} gave two regions one number.")
+        raise InvariantBroken(f"{_name(lease)} gave two regions the same number, or one that is too high.")
     # Regions never hold more than the slice, also while the slice shrinks.
     charged_bytes = sum(region.charge_bytes for region in regions)
     if charged_bytes != lease.region_bytes:
@@ -608,19 +612,19 @@ def _validate_slice(lease: Lease) -> None:
         raise InvariantBroken(f"{_name(lease)} has regions of {charged_bytes} bytes in a slice of {room}.")
     is_marked = lease.is_reshaped or not (regions or lease.resize is not None)
     if not is_marked or (lease.is_reshaped and lease.is_scrubbing):
-        raise InvariantBroken(f"{_name(lease)} has regions and is to be recycled.")
+        raise InvariantBroken(f"{_name(lease)} had regions or was resized, but is to be recycled.")
     if going and lease.own_submit_bytes:
-        raise InvariantBroken(f"{_name(lease)} has regions where a submit is.")
+        raise InvariantBroken(f"{_name(lease)} has regions in the room of a submit.")
     resize = lease.resize
     # During a resize the lease is charged for the larger of both sizes.
     if resize is not None:
         if lease.state is not LeaseState.ACTIVE:
-            raise InvariantBroken(f"{_name(lease)} is resized.")
+            raise InvariantBroken(f"{_name(lease)} is being resized, but is not active.")
         largest = max(resize.size_bytes, resize.least_bytes)
         if largest > lease.terms.size_bytes:
-            raise InvariantBroken(f"{_name(lease)} may get {largest} bytes, and is charged less.")
+            raise InvariantBroken(f"{_name(lease)} may get {largest} bytes, but is charged for fewer.")
         if lease.own_submit_bytes:
-            raise InvariantBroken(f"{_name(lease)} is resized while a submit has its session's place.")
+            raise InvariantBroken(f"{_name(lease)} is being resized while a submit uses the room of its session.")
 
 
 def _validate_counts(store: LeaseStore) -> None:
@@ -655,7 +659,7 @@ def _validate_counts(store: LeaseStore) -> None:
             raise InvariantBroken(f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
         if not is_whole or snapshot.ended_ns is None:
-            raise InvariantBroken(f"Lease {lease_id:032x} has not quite ended.")
+            raise InvariantBroken(f"Lease {lease_id:032x} is in the index of ended ones, but has not ended completely.")
 
 
 def _validate_bytes(store: LeaseStore) -> None:
