@@ -492,7 +492,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.LAUNCH_FAILED,
     ),
-    # It polls, so it does not have WAITS_IN_DRIVER: a worker that is silent in a SYNC hangs, and is killed.
+    # SYNC polls, so it does not have WAITS_IN_DRIVER: a worker that does not answer during a SYNC hangs, and is killed.
     _session(
         Opcode.SYNC,
         m.Empty,
@@ -513,7 +513,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
-    # Copies through the arena: the bytes are in shared memory, and the request says where.
+    # Copies through the arena: the bytes are in shared memory, and the request contains their place.
     _session(
         Opcode.ARENA_WRITE,
         m.ArenaCopy,

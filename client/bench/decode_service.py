@@ -137,7 +137,7 @@ class _Service:
             while True:
                 output_tokens = await self.output(tenant, number, length, tokens)
                 counts["outputs"] += 1
-                # The same request must give the same output each time, even if regions were revoked meanwhile.
+                # The same request must give the same output each time, even if regions were revoked in between.
                 counts["wrong_outputs"] += outputs.setdefault((tenant, number), output_tokens) != output_tokens
 
         tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(per_tenant)]

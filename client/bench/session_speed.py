@@ -33,7 +33,7 @@ THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
 """Number of launches in a burst that measures the client's own time. They are few enough never to wait for room in the
-ring, whatever the worker does meanwhile."""
+ring, whatever the worker does."""
 
 OWN_BURSTS: Final = 40
 

@@ -148,7 +148,7 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class ReachableDaemon:
-    """A private daemon that listens in three ways: its own address, and those of TCP and TLS; "" for none."""
+    """A private daemon that listens at three addresses: its own, and ones of TCP and TLS; "" for none."""
 
     address: str
     tcp: str

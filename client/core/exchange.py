@@ -426,7 +426,7 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
                 channel, code = start_connecting(family, sockaddr, address)
             # The connect is in progress (EINPROGRESS): the socket becomes writable when it has succeeded or failed.
             if code == errno.EINPROGRESS:
-                # Check at least once, even if the time is over: this process may have been stopped meanwhile.
+                # Check at least once, even if the time is over: this process may have been stopped in between.
                 is_done = yield Wait(channel, True, max(0.0, deadline.remaining_s()))
                 while not is_done and deadline.remaining_s() > 0:
                     is_done = yield Wait(channel, True, deadline.remaining_s())

@@ -1265,12 +1265,12 @@ def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None
 def keep_renewed(
     lease: Callable[[], RenewableLease | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
-    """Renew a lease until it is lost, each time for the time to live that it has when this starts.
+    """Renew a lease until it is lost, each time for the time to live that it has when this procedure starts.
 
     Args:
-        lease: A weak reference to the lease. Dropping or freeing the lease ends this without a loss.
+        lease: A weak reference to the lease. If the lease is dropped or freed, this procedure ends and reports no loss.
         schedule: When to renew.
-        stopped: An event of the API's kind; this ends once it is set. None if the API ends it in another way.
+        stopped: An event of the API's kind, which ends this procedure. None if the API ends it in another way.
 
     Returns:
         Why the lease was lost; None if it was not.
@@ -1282,15 +1282,14 @@ def keep_renewed(
     ttl_s = state.ttl_s
     delay_s = schedule.after_grant(state.remaining_s)
     while True:
-        # Keep no reference while waiting, because dropping the lease must end the renewals.
+        # Keep no reference while waiting, because the renewals must end when the lease is dropped.
         del view
         yield Sleep(delay_s, stopped)
         view = lease()
         if view is None or (stopped is not None and stopped.is_set()):
             return None
         try:
-            # Do not wait for a daemon that is restarting, because the schedule's attempts do that, and end with the
-            # lease.
+            # Do not wait for a daemon that is restarting: the schedule repeats the attempts until the lease ends.
             yield from state.renew(ttl_s, waits_for_daemon=False)
             # Only a drain grants less than the requested time. Further renewals would not help, so stop.
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:

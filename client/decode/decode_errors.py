@@ -129,7 +129,7 @@ class TextNotRead(RequestRejected):
 
     Attributes:
         limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it;
-            "library" if a library failed because of a bug of its own.
+            "library" if a library failed because of its own bug.
     """
 
     def __init__(self, message: str, limit: str) -> None:

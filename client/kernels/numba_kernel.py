@@ -254,7 +254,7 @@ class NumbaKernel:
         return CompiledKernel(text, match[1], is_cooperative=bool(library.use_cooperative))
 
     def _linked(self, text: str, library: Any) -> str:
-        """Add the functions that numba has as CUDA C. Raises Unsupported if anything needs another linker."""
+        """Add the functions that numba implements in CUDA C. Raises Unsupported if a function needs another linker."""
         from numba.cuda.cudadrv.linkable_code import LinkableCode
 
         sources = [LinkableCode.from_path_or_obj(linked) for linked in library._linking_files]

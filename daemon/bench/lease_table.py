@@ -1,8 +1,8 @@
 """`python -m gpulease.daemon.bench.lease_table [--no-expiry] LEASES [KEPT...]`: times the broker's core, as JSON.
 
-The lease table, its runtime and its timers are the broker's own, on the broker's event loop. So are the journal, the
-audit log and the log, if they are named as KEPT; they are in a temporary folder. Only processes are simulated, so that
-there can be ten thousand leases: a worker starts, and ends, within one turn of the loop.
+The lease table, its runtime and its timers are the broker's own, on the broker's event loop. The journal, the audit log
+and the log are the broker's own as well, if they are named as KEPT; they are in a temporary folder. Only processes are
+simulated, so that there can be ten thousand leases: a worker starts, and ends, within one turn of the loop.
 """
 
 import asyncio

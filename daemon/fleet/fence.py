@@ -84,7 +84,7 @@ async def fence(
     last_incarnation = answer.revision if node is None else node.create_revision
     # Step 2: remove the record. From then on the node's heartbeats and claims fail.
     if node is not None:
-        # Remove the record only in the incarnation that was just read: a node that has rejoined meanwhile is alive.
+        # Remove the record only in the incarnation that was just read: a node that has rejoined since then is alive.
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} joined again during the fence: check it, and fence it again if necessary")

@@ -171,8 +171,8 @@ class LeaseStore:
         """Return whether the context of a lease that its tenant freed may serve that tenant again.
 
         A lease is torn down completely if it has a submit that runs, waits, or has bytes that are not proved free,
-        because lease and submit share their bytes. So is a lease that had a region, because its addresses must not be
-        used again, and one with a resized slice.
+        because lease and submit share their bytes. The same is true of a lease that had a region, because its addresses
+        must not be used again, and of one with a resized slice.
         """
         # A parkable session's pages and host memory end with its process.
         if lease.park is not None:

@@ -65,8 +65,8 @@ class WorkerUpgrades:
     def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, effects: list[Effect]) -> bool:
         """Set aside the worker that a session has left for its upgrade, for a direct move, or after a misfit.
 
-        Returns False if it left for another reason. `held_bytes` are those that the worker holds and that the lease's
-        charge leaves out now.
+        Returns False if the session left for another reason. `held_bytes`: Bytes that the worker holds and that the
+        lease's charge no longer includes.
         """
         if state.move is None or not (state.move.from_version or state.is_in_place or state.misfit):
             return False
@@ -111,7 +111,7 @@ class WorkerUpgrades:
         effects.append(WorkerReplaced(lease.snapshot(), move.from_version, state.moved_bytes, took_ns))
         self.drop(state, f"the session of lease {lease.lease_id:032x} has left it", now_ns, effects)
         if move.was_parked and not state.requests:
-            # If it can't be parked now, it is parked later, by idleness or for another's need.
+            # If the session can't be parked now, it is parked later, when it is idle or another lease needs its room.
             self._park(lease, ParkCause.OPERATOR, now_ns, effects)
 
     def drop(self, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> None:

@@ -50,7 +50,7 @@ class View:
         card: Only leases on the card with this index are shown; None for all.
         selected: The id of the selected lease; "" for none.
         typed: The line that is being typed.
-        target: The lease to revoke: it stays the same even if the lines move meanwhile.
+        target: The lease to revoke: it stays the same even if the lines move.
         notice: A sentence to show until the next key.
     """
 
@@ -205,7 +205,7 @@ def _enter_reason(view: View) -> Pressed:
 
 
 def _enter_confirmation(view: View) -> Pressed:
-    # Compare with the target, which stays the same even if the selection moves meanwhile.
+    # Compare with the target, which stays the same even if the selection moves.
     if view.typed.strip().lower() != view.target[:CONFIRMING_DIGITS]:
         return _leave_mode(view, "The lease was not revoked: the typed digits do not begin its id"), None
     return _leave_mode(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)

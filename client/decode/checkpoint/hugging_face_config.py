@@ -12,7 +12,7 @@ from gpulease.client.decode.model_config import MAX_LAYERS, Experts, Family, Gat
 from gpulease.client.texts import quoted
 
 MISTRAL: Final = "mistral"
-"""A `model_type` of its own: a Llama with a sliding window."""
+"""The `model_type` of a Llama with a sliding window."""
 
 GEMMA3_TEXT: Final = "gemma3_text"
 """The `model_type` of a Gemma 3 that reads no images."""

@@ -240,7 +240,7 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     # Qwen2 always has biases of q, k and v, and no others; no key says so.
     Family.QWEN2: {**_COMMON, **_QWEN, **no_effect("attention_bias")},
     Family.QWEN3: {**_COMMON, **_QWEN, **_WITH_BIASES},
-    # Its class has windows of all layers or of none.
+    # Its class has windows either in all layers or in none.
     Family.QWEN3_MOE: {
         **_COMMON,
         **_WITH_BIASES,
@@ -260,7 +260,7 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     },
     # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
     "mistral": {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
-    # So has Phi3Config.
+    # The same is true of Phi3Config.
     Family.PHI3: {
         **_COMMON,
         **used("sliding_window", "partial_rotary_factor"),

@@ -20,7 +20,7 @@ KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of `rope_type`."""
 
 MAX_ATTENTION_FACTOR: Final = 1000.0
-"""The published models' factors are below 2. Scores grow with the square, and become infinite with the largest floats.
+"""Maximum attention factor; published models have factors below 2. Scores grow with its square, and would overflow.
 """
 
 FULL: Final = "full_attention"
@@ -33,7 +33,7 @@ PHI3_NAMES: Final = ("su", "yarn")
 """Values of `rope_type` in a Phi-3, and older names of longrope there."""
 
 PHI3_ORIGINAL_CONTEXT: Final = 4096
-"""Phi3Config's default, which it has whatever rope_scaling says."""
+"""Phi3Config's default, which applies whatever rope_scaling contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
 
 
 def layered_rotary_of(members: Members) -> Rotary:
-    """Return the rotary embeddings of a Gemma 3: layers with a window have a base of their own, and no scaling.
+    """Return the rotary embeddings of a Gemma 3: layers with a window have a separate base, and no scaling.
 
     The rule is Gemma3TextConfig's (convert_rope_params_to_dict). There is an object for each kind of layers.
     `rope_scaling`, an older name of the object for layers without a window, takes precedence over it.

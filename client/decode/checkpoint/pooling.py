@@ -1,4 +1,4 @@
-"""How a model makes one vector of a text, by its own files: the mean of the rows after the last norm, or the last row.
+"""How a model turns a text into one vector: the mean of the rows after the last norm, or the last row.
 
 A folder declares it as sentence-transformers does (`modules.json` and the configuration of its pooling), a GGUF file by
 `pooling_type`. Models without either can only generate text.

@@ -318,7 +318,7 @@ def _awq_tensor(
 def _awq_rows(entry: FileTensor, count: int, width: int, begin: int, end: int) -> NDArray[np.uint8]:
     """Return columns [begin, end) of `count` rows of `width` values in words, transposed: a byte for each value."""
     words = FileRows(entry.file, entry.offset, width // 2)(0, count).view(np.uint32)
-    # Only the words that have the wanted columns.
+    # Read only the words that contain the wanted columns.
     first, last = begin // 8, -(-end // 8)
     part = words[:, first:last].T
     values = np.empty((last - first, 8, count), np.uint8)

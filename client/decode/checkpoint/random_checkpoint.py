@@ -15,8 +15,8 @@ from gpulease.client.decode.model_config import ModelConfig, check_config
 from gpulease.client.decode.pooling import Pooling
 
 PERIOD: Final = (4 << 20) + 3
-"""Values after which the random weights repeat, so that a model of billions of values is made in a moment. Odd, so that
-no two rows of a matrix are equal."""
+"""Values after which the random weights repeat, so that a model of billions of values is made in a moment. It is odd,
+so that no two rows of a matrix are equal."""
 
 NORM_SPREAD: Final = 0.1
 """Standard deviation of the norms' weights around 1, and of biases around 0."""
@@ -51,7 +51,7 @@ class RandomCheckpoint:
             mean, spread = float(name.endswith("norm.weight")), NORM_SPREAD
         if (mean, spread) not in self._scaled:
             values = rounded_to_bf16(self._normal * np.float32(spread) + np.float32(mean))
-            # Doubled, so that most chunks are a contiguous view, wherever they start.
+            # Double the period, so that most chunks are a contiguous view, wherever they start.
             self._scaled[mean, spread] = np.concatenate([values, values])
         # Each tensor starts at a different position of the period, so that no two are equal.
         start = zlib.crc32(f"{self._seed} {name}".encode())

@@ -57,7 +57,7 @@ class SafetensorsFolder:
         self.name = str(folder)
         self._folder = folder
         if self._has(ADAPTER):
-            # transformers would add it to the model next to it, and compute other tokens.
+            # transformers would apply the adapter to the model in this folder, and compute other tokens.
             raise ModelRejected(
                 f"{folder / ADAPTER}: adapters (LoRA) are not supported", "Merge the adapter into its model's weights"
             )

@@ -69,8 +69,8 @@ class TensorFile:
 
     def read_ahead(self, offset: int, size: int) -> None:
         """Have the kernel read `size` bytes, beginning AHEAD_BYTES after `offset`, into the page cache."""
-        # Unless it is in the page cache: then the request takes as long as a part of the copy. Both calls release the
-        # interpreter's lock, which madvise() of a mapping does not.
+        # Do not ask for bytes that are in the page cache: the request would take as long as a part of the copy. Both
+        # calls release the interpreter's lock, which madvise() of a mapping does not.
         ahead_offset = offset + AHEAD_BYTES
         if ahead_offset < len(self.mapped) and not self._is_cached(ahead_offset):
             os.posix_fadvise(self._descriptor, ahead_offset, size, os.POSIX_FADV_WILLNEED)

@@ -330,7 +330,7 @@ class DecodeEngine:
         pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools keep ending meanwhile,
         and the errors of a session's end.
         """
-        # Uninitialised: every byte is overwritten, or an error is raised.
+        # The array need not be initialised: every byte is overwritten, or an error is raised.
         contents = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
         session = self.session
 

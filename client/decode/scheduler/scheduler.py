@@ -200,8 +200,8 @@ class ContinuousBatchScheduler:
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline_s = float("inf")
-        # `_has_room`: whether something that admission depends on has changed. `_has_ended`: whether `_decoding` still
-        # contains sequences that have ended.
+        # `_has_room`: whether a change since the last admission may make room for another request. `_has_ended`:
+        # whether `_decoding` still contains sequences that have ended.
         self._has_room = self._has_ended = False
         self._isolated: Set[str] | None = None
         for tenant in tenants:
@@ -339,7 +339,8 @@ class ContinuousBatchScheduler:
         # Live sequences come before waiting requests: first find blocks for sequences that grow.
         if self._short:
             events += self._supply_blocks()
-        # Blocks that a prompt without rows can reuse may have been computed meanwhile. Reusing them frees its own.
+        # Blocks that a prompt without rows can reuse may have been computed since its admission. Reusing them frees its
+        # own.
         for tenant in self._prefilling:
             for sequence in tenant.prefilling:
                 if sequence.next_position == sequence.reused and sequence.keys:

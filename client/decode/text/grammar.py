@@ -102,7 +102,7 @@ _ESCAPED: Final[Mapping[str, str]] = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 _REGEX_LINE: Final = re.compile(r"^\w+: /(.*)/$", re.MULTILINE)
 _SCHEMA: Final = re.compile("%json (?={)")
-"""They find a grammar's regular expressions (`regex_rule`) and its schemas (`json_rule`)."""
+"""Patterns that find a grammar's regular expressions (`regex_rule`) and its schemas (`json_rule`)."""
 
 _REGEX_PART: Final = re.compile(
     r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?|\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}|.",
@@ -196,7 +196,7 @@ def check_grammar(text: str) -> None:
     """Compile a grammar within the limits, for a vocabulary of bytes. Call this in a text process, which has limits.
 
     Raises GrammarRefused, which describes the mistake in the grammar or in its schema, LibraryPanicked if the library
-    stops at a mistake of its own.
+    stops because of its own bug.
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")

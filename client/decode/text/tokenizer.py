@@ -129,7 +129,7 @@ class Tokenizer:
             begins: Whether to put the model's begin token first, if it has one and the text does not begin with it.
 
         Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode, LibraryPanicked if the
-        library stops at a mistake of its own.
+        library stops because of its own bug.
         """
         with rejected(RequestRejected, "the text can't be cut into tokens"), panics_caught():
             tokens: list[int] = self.library.encode(text, add_special_tokens=False).ids

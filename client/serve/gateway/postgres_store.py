@@ -253,7 +253,8 @@ class PostgresStore:
                 before = _load(connection, key)
                 if before is None:
                     continue  # the row was deleted in between, so insert again
-                # Read the clock again after waiting for the row's lock: the earlier claim may have expired meanwhile.
+                # Read the clock again after waiting for the row's lock: the earlier claim may have expired during the
+                # wait.
                 at = Moment("", self._now(connection))
                 after, answer = ledger.reserve(before, key, request_hash, claim_id, at, claim_ttl_s)
                 _save(connection, key, before, after, at.now_s)

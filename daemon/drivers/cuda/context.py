@@ -785,7 +785,7 @@ class CudaContext:
         self._launched(kernel, result, partial(attributes_refused, kernel, grid, block, shared_bytes, attributes))
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
-        """Choose whether waits spin on the card, and whether they yield the core meanwhile."""
+        """Choose whether waits spin on the card, and whether they yield the core between polls."""
         self._spin_s = SPIN_S if spins else 0.0
         self._yields = yields
 

@@ -535,7 +535,7 @@ class MappedPages:
 
         def begin(batch: Batch, buffer: int) -> Any:
             for part in batch:
-                # A region that was released meanwhile has no memory here.
+                # A region that has been released since then has no memory here.
                 if (piece := pieces[part.item]) in self._pieces and piece.mappings:
                     address, place = piece.mappings[0][0] + part.start, buffer + part.at
                     target, source = (place, address) if fills else (address, place)

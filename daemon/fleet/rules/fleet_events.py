@@ -120,7 +120,7 @@ class ClaimRefusal(Enum):
     ISOLATED = "isolated"
     """This node is not a member now, or etcd has not acknowledged a heartbeat within the horizon."""
     UNKNOWN = "unknown"
-    """etcd's answer was lost. If the claim was made, the node deletes it when it sees it."""
+    """etcd's answer was lost. If the claim was made, the node deletes it when it finds it in etcd."""
     REJECTED = "rejected"
     """etcd refused to write: it is out of space, or this node may not write there."""
     STALE = "stale"

@@ -621,7 +621,7 @@ class Member:
             return
         if not self._membership.is_settled or self._epochs(epochs) is None:
             self._settle(epochs, answer.revision, now_ns)
-        # Compare the claims in etcd with the leases that live. A lost claim may already be another node's, so this node
+        # Compare the claims in etcd with the active leases. A lost claim may already be another node's, so this node
         # must end all claimed leases.
         if lost := self._claims.sweep(held_records, answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is missing in etcd, although its lease is active")
@@ -652,8 +652,8 @@ class Member:
         return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
 
     def _take_rate(self, rate: float | None) -> None:
-        """Take the rate of the others' clocks, as their readings show it."""
-        # Compensate for it first. Then log it, if it has changed.
+        """Use the rate of the other nodes' clocks, as their readings show it."""
+        # Compensate for the rate first. Then log a change between a known and an unknown rate.
         self._membership.make_up_for(1.0 if rate is None else rate)
         if rate is None and self._rate is not None:
             self._note(Note.CLOCK)

@@ -60,7 +60,7 @@ class LogSource:
 def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
     """Find the log in a folder, or in files given in their order. Raises CannotRead.
 
-    The head is read first: a daemon that writes meanwhile can only make the log longer than its head.
+    The head is read first: a daemon that writes at the same time can only make the log longer than its head.
     """
     # The head is in a file next to the log, unless the caller names another file.
     folder = paths[0] if _is_folder(paths[0]) else paths[0].parent

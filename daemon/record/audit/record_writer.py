@@ -17,7 +17,7 @@ from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, Group
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
 BEAT_S: Final = 1.0
-"""Seconds between two writes of the head while nothing happens. So precisely the log shows when a daemon was killed."""
+"""Seconds between two writes of the head while nothing happens. The log shows to this precision when a daemon died."""
 
 
 class AuditWriter:
