@@ -151,7 +151,7 @@ from gpulease.daemon.leases.park_state import ParkCause, ParkPhase, ParkSnapshot
 from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow, WarmRow
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.table import LeaseTable
-from gpulease.daemon.leases.table_state import WaiterSnapshot
+from gpulease.daemon.leases.wait_queue import WaiterSnapshot
 
 __all__ = [
     "FIRST_SUBMIT_ID",

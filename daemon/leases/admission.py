@@ -26,8 +26,9 @@ from gpulease.daemon.leases.model import Cause, Lease, LeaseState
 from gpulease.daemon.leases.park_state import ParkState
 from gpulease.daemon.leases.parking import Parking, check_parkable
 from gpulease.daemon.leases.quotas import check_ttl
-from gpulease.daemon.leases.table_state import LeaseStore, Waiter
+from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
+from gpulease.daemon.leases.wait_queue import Waiter
 from gpulease.daemon.leases.waiting_requests import answered
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol import fast_dataclass
@@ -91,9 +92,12 @@ class Admission:
         if self._store.queue.end_holds(now_ns):
             # The hold timer fires late, but waiters still come before this request.
             self.serve_queue(now_ns, effects)
-        cards = self._store.queue.held_cards()
-        allowed = [account for account in candidates if account.card.uuid not in cards] if cards else candidates
+        allowed: Sequence[CardAccount] = candidates
         account = placement.choose(allowed, event.terms, self._store.order)
+        # Whom the waiters hold back matters only if there is room, or if sessions could be parked to make some.
+        if (account is not None or event.wait_ms == 0) and (held := self._store.queue.held_cards()):
+            allowed = [candidate for candidate in candidates if candidate.card.uuid not in held]
+            account = placement.choose(allowed, event.terms, self._store.order)
         # Step 5: place it, refuse it, or let it wait.
         if account is not None:
             self._place(event, account, now_ns, effects)

@@ -29,6 +29,7 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.daemon.leases.wait_queue import Waiter, WaitQueue
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -711,9 +712,33 @@ def _validate_queue(store: LeaseStore) -> None:
     for waiter in waiters:
         if not bool(waiter.open_candidates()):
             raise InvariantBroken(f"Request {waiter.acquire.request} waits for drained cards alone.")
-    if store.queue.next_placeable() is not None:
+    if store.queue.next_placeable() is not None or first_placeable(store.queue) is not None:
         raise InvariantBroken("Somebody waits who could be placed.")
+    for tenant in {waiter.acquire.tenant for waiter in store.queue}:
+        own = [waiter for waiter in waiters if waiter.acquire.tenant == tenant]
+        bytes_of = sum(waiter.acquire.terms.size_bytes for waiter in own)
+        if (store.queue.count_of(tenant), store.queue.bytes_of(tenant)) != (len(own), bytes_of):
+            raise InvariantBroken(f"The waiting acquires of tenant {tenant!r} are miscounted.")
+    if store.queue.acquires() != len(waiters):
+        raise InvariantBroken("The waiting acquires are miscounted.")
+    for waiter in waiters:
+        if waiter.acquire.terms.name and store.queue.named(waiter.acquire.terms.name) is not waiter:
+            raise InvariantBroken(f"The waiter for the name {waiter.acquire.terms.name!r} can't be found.")
     _validate_holds(store)
+
+
+def first_placeable(queue: WaitQueue) -> tuple[Waiter, CardAccount] | None:
+    """Return the result of `WaitQueue.next_placeable`, by its definition: found by a walk, without the indexes."""
+    # Each waiter that finds no room blocks its cards for all after it, while its hold lasts.
+    blocked: set[str] = set()
+    for waiter in queue:
+        allowed = [account for account in waiter.open_candidates() if account.card.uuid not in blocked]
+        account = waiter.choose(allowed, queue.order)
+        if account is not None:
+            return waiter, account
+        if waiter.acquire.request in queue.holders and not waiter.group.has_own_lease():
+            blocked.update(account.card.uuid for account in allowed)
+    return None
 
 
 def _validate_holds(store: LeaseStore) -> None:
@@ -733,3 +758,9 @@ def _validate_holds(store: LeaseStore) -> None:
         end_ns = terms.begun_ns.get(tenant, 0) + terms.length_ns
         if waiter.holds_until_ns != end_ns:
             raise InvariantBroken(f"{name} may hold others back outside the term of {tenant!r}.")
+    ends_ns = [waiter.holds_until_ns for waiter in queue.holders.values()]
+    if queue.next_hold_end_ns() != min(ends_ns, default=None):
+        raise InvariantBroken("The next end of a hold is wrong.")
+    holding = [waiter for waiter in queue.holders.values() if not waiter.group.has_own_lease()]
+    if queue.held_cards() != {account.card.uuid for waiter in holding for account in waiter.open_candidates()}:
+        raise InvariantBroken("The cards that waiters hold are wrong.")

@@ -70,7 +70,8 @@ from gpulease.daemon.leases.model import ALONE, Cause, Lease, LeaseState, LeaseT
 from gpulease.daemon.leases.need_moves import NeedMoves, plan_moves
 from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkSnapshot, ParkState
 from gpulease.daemon.leases.quotas import Rates
-from gpulease.daemon.leases.table_state import LeaseStore, Waiter
+from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.daemon.leases.wait_queue import Waiter
 from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 

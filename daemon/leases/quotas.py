@@ -291,7 +291,7 @@ class CoreLimits:
     max_leases_per_tenant: Annotated[
         int, Setting("Maximum number of active leases of a tenant whose table does not set max_leases.", least=1)
     ] = 256
-    # Each release of bytes walks the queue once. Bounds that walk, and the queue's memory.
+    # Bounds the memory of the queue.
     max_waiting: Annotated[int, Setting("Maximum number of requests that wait for room.", least=1)] = 256
     # Stops one tenant from filling the queue for all others.
     max_waiting_per_tenant: Annotated[

@@ -1,8 +1,7 @@
 """The lease table: takes one event and the time, and returns effects in the order in which to execute them.
 
 All state changes go through `LeaseTable.handle`. The same events always give the same effects. The work per event does
-not grow with the number of leases. The work for an acquire, or for released bytes, grows with the length of the queue,
-which is bounded.
+not grow with the number of leases, nor with the length of the queue (`daemon/leases/wait_queue.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,8 +44,9 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.persisted import LeaseRow, RecoveredState, WarmRow, lease_row
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, ended_phase, phase_of, renewed_until
 from gpulease.daemon.leases.restoration import Restoration
-from gpulease.daemon.leases.table_state import DeferrableRequest, LeaseStore, WaiterSnapshot
+from gpulease.daemon.leases.table_state import DeferrableRequest, LeaseStore
 from gpulease.daemon.leases.teardown import Teardown, timer_due_ns
+from gpulease.daemon.leases.wait_queue import WaiterSnapshot
 from gpulease.daemon.leases.waiting_requests import answered
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol import fast_dataclass

@@ -6,17 +6,16 @@ Every change takes constant time; `invariants.validate` recomputes all sums.
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from gpulease.daemon.leases import denials, devices
+from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardAccount, PlacementOrder
 from gpulease.daemon.leases.epochs import HighestEpochs
 from gpulease.daemon.leases.events import (
-    AcquireRequested,
     Effect,
     MoveRequested,
     RegionRequested,
@@ -38,10 +37,8 @@ from gpulease.daemon.leases.model import (
     WarmContext,
 )
 from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits, Drain, phase_of, region_phase_of
-from gpulease.protocol.fast_dataclass import dataclass
-from gpulease.protocol.opcodes import Exclusivity
+from gpulease.daemon.leases.wait_queue import WaitQueue
 from gpulease.protocol.sizes import size_text
-from gpulease.protocol.time_units import NS_PER_S
 
 DeferrableRequest = RegionRequested | ResizeRequested | SubmitRequested | MoveRequested
 
@@ -488,242 +485,6 @@ class LeaseStore:
         key = lease.tenant, lease.terms.request_id
         if self.by_request.get(key) is lease:
             del self.by_request[key]
-
-
-@dataclass(frozen=True, slots=True)
-class WaiterSnapshot:
-    """A queued acquire, for reports; times are monotonic nanoseconds."""
-
-    request: int
-    lease_id: int
-    tenant: str
-    size_bytes: int
-    exclusivity: Exclusivity
-    since_ns: int
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    """An acquire in the queue, or a parked session that must return.
-
-    Attributes:
-        candidates: Cards that could ever serve it.
-        since_ns: Time of joining.
-        due_ns: Time at which it is refused.
-        holds_until_ns: Time until which it may hold others back; not later than `since_ns` if it may not.
-        returning: The parked lease, if its session waits to return; None for an acquire. Its `acquire` is synthetic:
-            its request number is negative, and it is never answered.
-    """
-
-    acquire: AcquireRequested
-    candidates: tuple[CardAccount, ...]
-    since_ns: int
-    due_ns: int
-    holds_until_ns: int
-    returning: Lease | None = None
-
-    def open_candidates(self) -> Sequence[CardAccount]:
-        """Return the cards that may serve it now: an acquire waits for no drained card, until that drain is ended."""
-        if self.returning is not None:
-            return self.candidates
-        return [account for account in self.candidates if account.drain_ns is None]
-
-    def needed_bytes(self, account: CardAccount) -> int:
-        """Return the bytes of a card that it waits for."""
-        if self.returning is not None and self.returning.park is not None:
-            return self.returning.park.off_bytes
-        return account.charge_bytes(self.acquire.terms)
-
-    def choose(self, allowed: Sequence[CardAccount], order: PlacementOrder) -> CardAccount | None:
-        """Return the best of the allowed cards that has room for it now; None if none has."""
-        if self.returning is None:
-            return devices.choose(allowed, self.acquire.terms, order)
-        # A parked lease returns to its own card, on which it counts already.
-        return next((account for account in allowed if self.needed_bytes(account) <= account.free_bytes), None)
-
-    def has_own_lease(self) -> bool:
-        """Return whether its tenant has a live lease on a card that could serve it."""
-        # A lease that waits to return does not count: ending it would defeat its wait.
-        if self.returning is not None:
-            return any(account.leases_by_tenant[self.acquire.tenant] > 1 for account in self.candidates)
-        return any(self.acquire.tenant in account.leases_by_tenant for account in self.candidates)
-
-    def snapshot(self) -> WaiterSnapshot:
-        """Return the waiter without the accounts of its cards."""
-        acquire = self.acquire
-        return WaiterSnapshot(
-            acquire.request,
-            acquire.lease_id,
-            acquire.tenant,
-            acquire.terms.size_bytes,
-            acquire.terms.exclusivity,
-            self.since_ns,
-            self.due_ns,
-        )
-
-
-class WaitQueue:
-    """The acquires and parked sessions that wait for room: first come, first served, per card, within limits.
-
-    A waiter that can't be placed holds others back: later waiters and newcomers are kept off every card that could
-    serve it, so that a stream of small requests can't starve a large one. Waiters for other cards may pass. A waiter
-    holds others back
-
-    - only until the end of its tenant's backfill reservation (`HoldTerms`), so never for longer than `max_hold_back_s`;
-    - not while its own tenant has a live lease on one of those cards, because the tenant could end that lease.
-
-    After that, others pass it whenever they fit, and it keeps its place in the queue.
-
-    Attributes:
-        terms: Each tenant's time to hold others back.
-        holders: Waiters that may still hold others back, by request.
-    """
-
-    def __init__(self, limits: CoreLimits, order: PlacementOrder) -> None:
-        self.terms = HoldTerms(limits)
-        self.holders: dict[int, Waiter] = {}
-        self._waiters: dict[int, Waiter] = {}
-        self._lease_ids: set[int] = set()
-        self._by_tenant: Counter[str] = Counter()
-        self._order = order
-
-    def __len__(self) -> int:
-        return len(self._waiters)
-
-    def __iter__(self) -> Iterator[Waiter]:
-        return iter(tuple(self._waiters.values()))
-
-    def get(self, request: int) -> Waiter | None:
-        return self._waiters.get(request)
-
-    def named(self, name: str) -> Waiter | None:
-        """Return the waiter that asks for a lease with that name."""
-        acquires = (waiter for waiter in self._waiters.values() if waiter.returning is None)
-        return next((waiter for waiter in acquires if waiter.acquire.terms.name == name), None)
-
-    def has_lease_id(self, lease_id: int) -> bool:
-        """Return whether a waiter has reserved that id for its lease."""
-        return lease_id in self._lease_ids
-
-    def count_of(self, tenant: str) -> int:
-        """Return the number of the tenant's acquires in the queue."""
-        return self._by_tenant.get(tenant, 0)
-
-    def acquires(self) -> int:
-        """Return the number of acquires in the queue, without the sessions that are to return."""
-        return sum(self._by_tenant.values())
-
-    def bytes_of(self, tenant: str) -> int:
-        """Return the sum of bytes that the tenant's queued acquires ask for."""
-        # Search the queue only if the tenant is in it, so that an ordinary acquire costs one look-up.
-        waiters = self._waiters.values() if tenant in self._by_tenant else ()
-        # The bytes of a session that is to return count with its lease.
-        tenant_acquires = (
-            waiter.acquire for waiter in waiters if waiter.acquire.tenant == tenant and waiter.returning is None
-        )
-        return sum(acquire.terms.size_bytes for acquire in tenant_acquires)
-
-    def join(self, waiter: Waiter) -> None:
-        self._waiters[waiter.acquire.request] = waiter
-        # Reserve the id: until the waiter leaves the queue, no other acquire may use it.
-        if waiter.returning is None:
-            self._lease_ids.add(waiter.acquire.lease_id)
-            self._by_tenant[waiter.acquire.tenant] += 1
-        # Only a waiter within a term of its tenant may hold others back.
-        if waiter.holds_until_ns > waiter.since_ns:
-            self.holders[waiter.acquire.request] = waiter
-
-    def leave(self, waiter: Waiter) -> None:
-        """Remove a waiter that was placed, refused or abandoned. It no longer holds others back."""
-        del self._waiters[waiter.acquire.request]
-        self.holders.pop(waiter.acquire.request, None)
-        if waiter.returning is not None:
-            return
-        self._lease_ids.remove(waiter.acquire.lease_id)
-        self._by_tenant[waiter.acquire.tenant] -= 1
-        if not self._by_tenant[waiter.acquire.tenant]:
-            del self._by_tenant[waiter.acquire.tenant]
-
-    def end_holds(self, now_ns: int) -> bool:
-        """End the holds that are due at `now_ns`; return whether any were."""
-        # These waiters stay in the queue, but may no longer hold others back.
-        ended = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
-        for request in ended:
-            del self.holders[request]
-        return bool(ended)
-
-    def next_hold_end_ns(self) -> int | None:
-        """Return the time at which the next hold ends; None if there is none."""
-        return min((waiter.holds_until_ns for waiter in self.holders.values()), default=None)
-
-    def held_cards(self) -> set[str]:
-        """Return the uuids of the cards that newcomers may not use, because a waiter holds them."""
-        # A tenant with a lease there can make room itself by ending that lease.
-        holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
-        return {account.card.uuid for waiter in holding for account in waiter.open_candidates()}
-
-    def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
-        """Return the first waiter that can be placed without passing one that holds it back, and its card."""
-        # Go through the queue once. Each waiter that finds no room blocks its cards for all after it, while its hold
-        # lasts.
-        blocked: set[str] = set()
-        for waiter in self._waiters.values():
-            allowed = [account for account in waiter.open_candidates() if account.card.uuid not in blocked]
-            account = waiter.choose(allowed, self._order)
-            if account is not None:
-                return waiter, account
-            if waiter.acquire.request in self.holders and not waiter.has_own_lease():
-                blocked.update(account.card.uuid for account in allowed)
-        return None
-
-
-TERM_SPACING: Final = 10
-"""Minimum time between the beginnings of two terms of a tenant, as a multiple of a term's length."""
-
-
-class HoldTerms:
-    """The last term of each tenant.
-
-    A term is a backfill reservation, during which the tenant's waiters may hold others back.
-
-    A term begins when an acquire of the tenant joins the queue. The term lasts `max_hold_back_s` by the clock, whatever
-    happens to that acquire. Acquires that join during the term may hold others back until its end; later ones may not.
-    An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the next term. Because time
-    counts per tenant, leaving the queue and joining again gains nothing.
-
-    In any window of `TERM_SPACING` lengths H, a tenant holds others back for at most one H. A window that begins x into
-    a term (x < H) contains H - x of that term and at most x of the next. Any other window overlaps at most one term.
-
-    One time is stored for each tenant, until its next term may begin, and at most `max_waiting` times in total. Tenants
-    beyond that number can't hold others back. Terms are stored in the order in which they began, so outdated ones come
-    first.
-    """
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.length_ns = limits.max_hold_back_s * NS_PER_S
-        self.max_terms = limits.max_waiting
-        self.begun_ns: dict[str, int] = {}
-
-    def end_for(self, tenant: str, now_ns: int) -> int:
-        """Return until when an acquire that joins now may hold others back; not later than `now_ns` if it may not."""
-        self._forget(now_ns)
-        # A running term is not extended; a new one begins only after its spacing.
-        begun_ns = self.begun_ns.get(tenant)
-        if begun_ns is None:
-            # The table of terms is full: the acquire waits without holding others back.
-            if len(self.begun_ns) >= self.max_terms:
-                return now_ns
-            begun_ns = self.begun_ns[tenant] = now_ns
-        return begun_ns + self.length_ns
-
-    def _forget(self, now_ns: int) -> None:
-        while self.begun_ns:
-            # The oldest term comes first, so the search stops at the first that still counts.
-            tenant, begun_ns = next(iter(self.begun_ns.items()))
-            if now_ns < begun_ns + TERM_SPACING * self.length_ns:
-                return
-            del self.begun_ns[tenant]
 
 
 _MARK_MASK: Final = (1 << 64) - 1
