@@ -670,7 +670,11 @@ class Parking(ParkingViews):
             return
         served: set[str] = set()
         again_ns: list[int] = []
+        servable = {account.card.uuid for account in self._store.accounts if not account.exclusive_leases}
         for waiter in self._store.queue:
+            # Each card serves only its first waiter. Hundreds may wait behind those.
+            if len(served) == len(servable):
+                break
             if (moves := self._plan_moves(waiter, served, now_ns)) is not None:
                 for lease, card_uuid in moves.moves:
                     self.cold.move_for_need(lease, card_uuid, now_ns)
