@@ -80,7 +80,7 @@ async def make(session: SessionView, calls: Calls[T]) -> T:
     answer = None
     while True:
         try:
-            # A step is a call of the session or a procedure.
+            # A step is a call to the session or a procedure.
             step = calls.send(answer)
         except StopIteration as done:
             result: T = done.value

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class BindingsCallFailed(Exception):
-    """A call of the CUDA driver returned an error."""
+    """A call to the CUDA driver returned an error."""
 
 
 def measure(launches: int, samples: int) -> dict[str, float]:

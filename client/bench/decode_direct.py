@@ -45,7 +45,7 @@ class NoDriver(Exception):
 
 
 class DriverFailed(Exception):
-    """A call of the CUDA driver returned an error."""
+    """A call to the CUDA driver returned an error."""
 
 
 def cuda_driver() -> Any:

@@ -331,7 +331,7 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
     ):
         deadline_s = time.monotonic() + for_s
         while time.monotonic() < deadline_s:
-            # At random times, so that revocations hit every phase of a step.
+            # Revoke at random times, so that revocations hit every phase of a step.
             await asyncio.sleep(random.uniform(0.1, 0.2))
             await service.revoke(names[0])
     await _until_idle(service)

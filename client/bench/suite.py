@@ -1,4 +1,4 @@
-"""Every measurement of `gpulease bench`: leases compared with direct calls of the same driver, in one run."""
+"""Every measurement of `gpulease bench`: leases compared with direct calls to the same driver, in one run."""
 
 import contextlib
 import os

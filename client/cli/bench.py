@@ -447,7 +447,7 @@ _REGION_ROWS: Final = (
             ("floor_open", "us", "the driver's calls alone: create and map"),
             ("open", "us", "open"),
             ("floor_end", "us", "the driver's calls alone: unmap and release"),
-            ("revoke_to_returned", "us", "revoke to the answer that its bytes are back"),
+            ("revoke_to_returned", "us", "revoke to the reply that its bytes are free again"),
             ("revoke_wall_clock", "us", "flip to the typed refusal, launch by launch"),
             ("revoke_wall_clock_proved", "ms", "flip to bytes proved back, launch by launch"),
             ("revoke_in_graphs", "us", "flip to the typed refusal, graph by graph"),
@@ -473,11 +473,11 @@ _KERNEL_ROWS: Final = (
     ("softmax", "softmax 256 x 1024"),
     ("layernorm", "layernorm 256 x 1024"),
     ("small", "saxpy of 32 in one block"),
-    ("load_cold", "load these kernels, never seen"),
+    ("load_cold", "load these kernels for the first time"),
     ("load_again", "load them in another worker"),
 )
 CORE_ROWS: Final = (
-    ("grants_per_s", "grants a second, until all are there"),
+    ("grants_per_s", "grants per second, until all leases are granted"),
     ("renewals_per_s", "renewals a second"),
     ("mixed_per_s", "grants and renewals a second, during frees"),
     ("grants_cpu_us", "a grant costs the broker's thread, us"),

@@ -139,7 +139,8 @@ def _give_back(lease: "GpuLease") -> None:
         except GpuLeaseError as error:
             problems[0] = str(error)
 
-    # In a thread, because freeing waits longer than this for a daemon that keeps leases over its restart.
+    # Free the lease in a thread, because freeing waits longer than this for a daemon that keeps leases over its
+    # restart.
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     # The lease ends at its deadline, or as an orphan, even if this takes longer.

@@ -1,4 +1,4 @@
-"""Device arrays: making, reading, writing, copying and filling them, by calls of the session's own API.
+"""Device arrays: making, reading, writing, copying and filling them, by calls to the session's own API.
 
 Each operation is a generator that yields the API's calls (`Call`): the API executes them one by one and sends back
 their results. So every rule is written once, and these calls are recorded, ordered and locked like a program's own.

@@ -304,7 +304,7 @@ def close_with_clean_up(region: RegionHandle) -> Procedure[None]:
 
 
 def region_clean_up(lease: LeaseHandle, tenant: str | None) -> RegionCleanUp:
-    """Return the clean-up for a call of `open_region`. Raises InvalidRequest for a tenant that can't be a name."""
+    """Return the clean-up for a call to `open_region`. Raises InvalidRequest for a tenant that can't be a name."""
     return RegionCleanUp(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
 
 

@@ -90,7 +90,7 @@ class ModelUnavailable(DecodeError):
 
     Attributes:
         reason: Why.
-        retry_after_s: Seconds after which the request may be sent again; None if that is unknown.
+        retry_after_s: Seconds after which the request may be sent again; None if unknown.
     """
 
     def __init__(self, message: str, reason: ModelRefusal, retry_after_s: float | None = None) -> None:
@@ -108,7 +108,7 @@ class AdmissionRefused(RequestRejected):
     Attributes:
         reason: Why.
         detail: The same as a sentence, without the reason's name.
-        retry_after_s: Seconds after which it may be sent again; None if that is unknown.
+        retry_after_s: Seconds after which it may be sent again; None if unknown.
     """
 
     def __init__(self, reason: AdmissionReason, detail: str, retry_after_s: float | None) -> None:

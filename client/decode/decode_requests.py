@@ -371,7 +371,7 @@ class SchedulerEvent:
             request: The request.
             reason: Why it was refused.
             detail: What was requested and what is available, with advice.
-            retry_after_s: Seconds after which it may be sent again; None if that is unknown.
+            retry_after_s: Seconds after which it may be sent again; None if unknown.
         """
 
         request: PromptRequest

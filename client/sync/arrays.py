@@ -88,6 +88,6 @@ def make(session: SessionView, calls: Calls[T]) -> T:
         except StopIteration as done:
             result: T = done.value
             return result
-        # A step is a call of the session, or a procedure that only moves bytes. A call goes through the session's
+        # A step is a call to the session, or a procedure that only moves bytes. A call goes through the session's
         # public method, so that it is recorded and locked like a program's own call.
         answer = getattr(session, step.method)(*step.args, **step.keywords) if isinstance(step, Call) else drive(step)

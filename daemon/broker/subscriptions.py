@@ -1,8 +1,8 @@
 """Subscriptions: events that report the state of leases to peers, sent without waiting for any peer.
 
-The lease table knows the state. `Publisher` decides when to query it, and remembers what each lease's subscribers were
-sent. A slow reader loses old events but never the latest, which says how many were lost. Memory does not grow with
-unread events.
+The state is in the lease table. `Publisher` decides when to query the table, and remembers which event each lease's
+subscribers received last. A slow reader loses old events but never the latest, which contains the number of lost
+events. Memory does not grow with unread events.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """A ring of buffers in host memory through which bytes are copied, while both of its ends copy at the same time.
 
-One side fills the buffers in order, and the other side empties them in order. Each end is a card, which the driver has
-copy, or host memory, which threads copy. Both may be ends of one process; or the ring is shared by two processes, and
-the bytes pass from a card in one to a card in the other. A single thread drives an end: `advance` never waits.
+One side fills the buffers in order, and the other side empties them in order. At each end is a card, whose bytes the
+driver copies, or host memory, whose bytes threads copy. Both ends may be in one process; or two processes share the
+ring, and the bytes pass from a card in one to a card in the other. A single thread drives an end: `advance` never
+waits.
 
 The numbers of filled and of emptied buffers are in the ring's memory. A process that shares it may be compromised, so
 each end checks the other's number before it uses it; the bytes are those of one session, to which both processes

@@ -451,7 +451,7 @@ class Submits(SubmitViews):
         now_ns: int,
         effects: list[Effect],
     ) -> None:
-        """End a submit that has not ended. `denial` is the reply to its client if that still waits."""
+        """End a submit that has not ended. `denial` is the reply to its client if the client still waits."""
         self._refuse(submit, denial, effects)
         if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             self._stop(submit, cause, reason, now_ns, effects)

@@ -394,8 +394,8 @@ class TimeShares:
         time = session.time
         if session.session in self._turns:
             return round_ns
-        # One of three things held it back: its allowance, if that is used up; its turns; or a latency session that is
-        # obeyed.
+        # One of three limits held it back: its allowance, if that is used up; its turns; or a latency session to which
+        # it yields.
         if (time.is_held or time.more_held_ns) and (
             self._is_spent(session) or session.session in self._turns or self._obeyed
         ):

@@ -379,7 +379,7 @@ class Fact(NamedTuple):
         times: The life of the lease, this fact included.
         card: The GPU of a warm context.
         is_warm: Whether a placed lease took a warm context.
-        use: What a lease that ended or moved used of its cards' time; None if that is not known.
+        use: What a lease that ended or moved used of its cards' time; None if unknown.
     """
 
     kind: FactKind

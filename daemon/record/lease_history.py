@@ -74,7 +74,7 @@ class LeaseHistory:
     Args:
         lookup: Returns a lease in its state after the event.
         lease_of_submit: Returns the lease of a submit by the submit's number, 0 for any other number.
-        use_of: Returns what a lease has used of its card's time; None if that is not known.
+        use_of: Returns what a lease has used of its card's time; None if unknown.
     """
 
     def __init__(

@@ -227,7 +227,7 @@ class GraphOperations(OperationHandler):
         session_graph = self._graphs.get(number)
         if session_graph is None:
             raise _no_graph(number)
-        # Before any check of regions, because optimising takes time.
+        # Optimise the graph before any check of regions, because optimising takes time.
         if due := session_graph.graph.due:
             self._planner.optimise(due)
         return number, session_graph, values

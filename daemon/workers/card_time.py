@@ -156,12 +156,12 @@ class CardTimes:
     # --- queries of other modules ---
 
     def use_of(self, lease_id: int, card_uuid: str) -> LeaseTimeUse | None:
-        """Return the time that a live lease has used until now; None if that is not known."""
+        """Return the time that a live lease has used until now; None if unknown."""
         self._sample_soon_enough(card_uuid)
         return self._uses.get(lease_id)
 
     def known_use(self, lease_id: int) -> LeaseTimeUse | None:
-        """Return the time that a lease had used at the last sample; None if that is not known."""
+        """Return the time that a lease had used at the last sample; None if unknown."""
         return self._uses.get(lease_id)
 
     def take_uncounted(self) -> dict[Pair, LeaseTimeUse]:

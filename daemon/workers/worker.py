@@ -54,7 +54,7 @@ class Worker:
         forked_for: The lease, or warm context, for which it was made.
         counted: The counters that were reported last (see `counter_increments`); empty before the first report.
         is_measured: Whether its memory was measured, or is being measured, before its first lease.
-        own_bytes: Bytes that the card showed for it in that measurement; None if that is not known.
+        own_bytes: Bytes that the card showed for it in that measurement; None if unknown.
         next_page: Its control page after the scrub; None unless the broker has ordered a scrub.
         has_answered: Whether it has reported the result of the scrub.
         is_stranger: Whether the next tenant to attach may be someone other than the lease's tenant.

@@ -96,7 +96,7 @@ class FoundWorker:
         return self.last_transfer if self.fds is None else transfer_on(self.fds[2])
 
     def park_number(self) -> int:
-        """Return the number of the park that it reports for its session; 0 if that is not parked, or it has ended."""
+        """Return the number of the park that the worker reports for its session; 0 if there is none."""
         return 0 if self.fds is None else park_on(self.fds[2])
 
 

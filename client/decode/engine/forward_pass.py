@@ -280,7 +280,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     ]
     parts, gated, experts = 0, config.inner_width, dict[str, int]()
     if (moe := config.experts) is not None:
-        # The router's parts, and a part for each of a row's experts.
+        # Models with experts need room for the router's parts, and for a part for each of a row's experts.
         linears.append((moe.count, config.width))
         parts, gated = moe.chosen * config.width, max(gated, moe.chosen * moe.width)
         chosen = rows * moe.chosen
@@ -294,7 +294,8 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
     # One f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _max_parts(config, limits) * heads * 4
-    # Buffers of one step, which every layer reuses. The card runs the two steps in flight one after the other.
+    # There are buffers for one step, which every layer reuses: the card runs the two steps in flight one after the
+    # other.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,

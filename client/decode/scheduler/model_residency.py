@@ -142,7 +142,7 @@ class Refuse:
         ticket: The request.
         reason: Why.
         detail: Why the model's load failed; "" for other reasons.
-        retry_after_s: Seconds after which it may be sent again; None if that is unknown.
+        retry_after_s: Seconds after which it may be sent again; None if unknown.
     """
 
     ticket: int

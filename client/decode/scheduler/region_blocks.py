@@ -39,7 +39,7 @@ class RegionBlocks:
         self.size = size
         self.evictions = 0
         self._root = generation.to_bytes(KEY_BYTES, "big")
-        # In descending order, so that `pop` returns the lowest block first.
+        # Keep descending order, so that `pop` returns the lowest block first.
         self._free = list(range(size - 1, -1, -1))
         self._references = [0] * size
         # Published blocks by their keys, and keys by their blocks.

@@ -1004,7 +1004,7 @@ class ContinuousBatchScheduler:
                 region.withdraw(sequence, sequence.keys[full:])
                 region.extend_keys(sequence.keys, sequence.tokens, full, request.cache_salt)
                 self._publish(sequence, full)
-            # In reverse order, so that the last blocks of a prefix are evicted first.
+            # Release the blocks in reverse order, so that the last blocks of a prefix are evicted first.
             region.release(reversed(sequence.blocks[sequence.freed_blocks :]))
         self._tables.append(sequence.table)
         if sequence.next_position < sequence.prompt_length:

@@ -271,7 +271,7 @@ class Decoder:
         has room, and the errors of `GpuBuilder.acquire`.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        # In a thread, so that other decoders of this process continue: this computes the layout of all tensors.
+        # Compute the layout of all tensors in a thread, so that other decoders of this process continue.
         spec = await asyncio.to_thread(
             _engine_spec, checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable
         )
@@ -398,7 +398,7 @@ class Decoder:
             ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
             scores_prompt: Whether `Generation.prompt_scores` reports the prompt's tokens with their probabilities.
             masks: The result of `grammars.compile` for the sampling's grammar; each request needs a separate one.
-            pooling: How `Generation.pooled` makes a vector of the prompt; None: it makes none.
+            pooling: How the prompt's rows become the vector `Generation.pooled`; None for no vector.
             cache_salt: The prompt shares computed blocks only with the tenant's requests that have the same salt. If it
                 is not empty, no shared prefix is used.
 

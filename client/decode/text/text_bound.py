@@ -1,4 +1,4 @@
-"""The maximum number of bytes of a text that one token can stand for. It shows early that a text can't fit.
+"""The maximum number of bytes of a text that one token can stand for, by which a text that can't fit is refused early.
 
 `most_bytes_per_token` returns M such that a text of B bytes in UTF-8 that the tokenizer cuts into n tokens has
 B <= n * M; or None if no such M is known. Each step of the library, in its order, has a bound:
@@ -40,7 +40,7 @@ _BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
-    """Return M of the module's docstring, 1 or more; None for a tokenizer without a bound."""
+    """Return the bound M that the module's docstring defines, 1 or more; None for a tokenizer without a bound."""
     # These are steps 2 to 4 of the module's docstring. If any of them has no bound, the tokenizer has none.
     shrinks = _shrinks(_state(library.normalizer))
     cuts = _steps(_state(library.pre_tokenizer), "pretokenizers")

@@ -233,7 +233,7 @@ class CudaContext:
 
         The driver zeroes memory that another process had, not memory that this process had.
         """
-        # A cached block needs no call of the driver; its old bytes are zeroed like a new block's.
+        # A cached block needs no driver call; its old bytes are zeroed like a new block's.
         cached = self._blocks.reuse(size_bytes)
         address = self._new_block(size_bytes, spare_bytes, poll) if cached is None else cached
         # The memset may go into several streams; a watched context must count each.
@@ -885,7 +885,7 @@ class CudaContext:
         return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
 
     # --- failed calls ---
-    # Errors are sticky (CUDA driver API, "Error handling"): after a kernel has faulted, every call of the context fails
+    # Errors are sticky (CUDA driver API, "Error handling"): after a kernel has faulted, every call in the context fails
     # with the same error, and only the end of the process makes the card usable again. The driver does not report which
     # launch it was.
 

@@ -204,7 +204,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
     symbols = list(file.symbols())
     has_system_calls = calls_driver = leaves_traces = False
     variables: dict[str, bool] = {}
-    # Step 2: read the symbols. Refuse managed variables, note calls of the driver's functions, and correct the sizes
+    # Step 2: read the symbols. Refuse managed variables, note calls to the driver's functions, and correct the sizes
     # that a 32-bit header can't show.
     for symbol in symbols:
         if symbol.other & _MANAGED and symbol.kind not in (_FUNCTION, _SECTION_SYMBOL):

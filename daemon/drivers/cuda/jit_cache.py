@@ -37,7 +37,10 @@ class Compiled:
         self._most_bytes = MAX_KEPT_BYTES
 
     def of(self, ptx: bytes, compile_image: Callable[[bytes], bytes]) -> bytes:
-        """Return the machine code of an image. Raises the errors of `compile_image`, and keeps nothing then."""
+        """Return the machine code of an image.
+
+        Raises the errors of `compile_image`; after an error, nothing is kept.
+        """
         # Name and key are hashes of one hash, so that an image of many megabytes is read once.
         digest = hashlib.sha256(ptx).digest()
         name = name_of(digest)

@@ -117,7 +117,7 @@ class DynamicSharedMemory:
 
     def allow(self, kernel: str, size_bytes: int) -> None:
         """Let a launch have `size_bytes`. Raises LaunchRejected for more than a block may have on the card."""
-        # This is the usual case, which needs no call of the driver.
+        # This is the usual case, which needs no driver call.
         if size_bytes <= self._allowed_bytes:
             return
         if size_bytes > self._most_bytes:

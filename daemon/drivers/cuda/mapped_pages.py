@@ -651,7 +651,7 @@ class MappedPages:
         return self.check(self._api.cuMemCreate(size_bytes, properties, 0))
 
     def check(self, answer: tuple[Any, ...]) -> Any:
-        """Return the first value of a call of the driver. Raises the call's error."""
+        """Return the first value that a driver call returns. Raises the call's error."""
         # Out of memory may pass (refused_memory.py); every other error is the context's.
         error = answer[0]
         if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

@@ -139,7 +139,7 @@ class CudaRegions:
     def end(self, address: int, poll: Poll) -> RegionReturn:
         """Zero the scratch, unmap the rest, map the scratch in its place, release the rest.
 
-        A poll that raises leaves the region mapped, and its scratch zeroed. If a call of the driver fails, the memory
+        A poll that raises leaves the region mapped, and its scratch zeroed. If a driver call fails, the memory
         belongs to this process until `release`.
         """
         # Step 1: wait until the scratch is zeroed, which may have begun long before. Only `poll` can end this wait.

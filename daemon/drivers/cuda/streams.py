@@ -253,7 +253,7 @@ class Markers:
                     marked.ended += 1
                     self._count -= 1
         except cuda.Error:
-            # The context is lost, and its kernels with it; the next call of the driver reports that.
+            # The context is lost, and its kernels with it; the next driver call reports that.
             self._marked.clear()
             self._count = 0
         return self._count

@@ -227,7 +227,7 @@ class FleetView:
     def _reindex(self) -> None:
         self._is_indexing = True
         self.index = NodeIndex()
-        # In the order of their changes, because the index expects times that do not decrease.
+        # Add the records in the order of their changes, because the index expects times that do not decrease.
         for node_id, view in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
             self.index.put(node_id, view, None)
 

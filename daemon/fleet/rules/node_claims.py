@@ -302,8 +302,8 @@ class NodeClaims:
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
         """Delete a claim unless another daemon with this node's id may serve it. Returns whether it deletes."""
-        # The claim is this daemon's own if it knows the claim or made the nonce. Otherwise the leases of every daemon
-        # that may have made it must have ended.
+        # The claim belongs to this daemon if this daemon knows the claim or made the nonce. Otherwise the leases of
+        # every daemon that may have made it must have ended.
         is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
         is_over = is_known or self._membership.is_over(now_ns)
         if is_over:

@@ -70,7 +70,7 @@ class ReturnStatus(IntEnum):
     DONE = 0
     WAITS = 1
     FAULT = 2
-    # Returned by a device function only: the thread has ended in it, or the pointer called is not a function.
+    # Returned by a device function only: the thread has ended in it, or the called pointer is not a function.
     EXITED = 20
     NO_FUNCTION = 21
 
@@ -225,7 +225,7 @@ PARAMETERS_OFFSET = ctypes.sizeof(QueuedLaunch)
 class KernelRunning(ctypes.Structure):
     """How a kernel runs; team.ll, stream.ll and submit.ll have the same offsets.
 
-    `block_ns` is how long one block took at the last launch, 0 if that is not known. `entry` is the address of its
+    `block_ns` is how long one block took at the last launch, 0 if unknown. `entry` is the address of its
     runner, 0 before it is compiled. `first_code_ns` is the time that launches may still spend in its first code. The
     stream counts it down. When it becomes negative, native code stops launching the kernel until Python has optimised
     it. 0 means that the code is already optimised, and not timed.

@@ -146,7 +146,7 @@ def set_number(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def _compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> list[Value]:
-    """Compare two operands. Returns one result, or for pairs two results, the lower numbers' first."""
+    """Compare two operands. Returns one result or, for pairs, two results, that of the lower halves first."""
     source, scalar, ir = m["source"], m.scalar("source"), t.ir
     operands = [t.read(i.operands[n], scalar) for n in (1, 2)]
     layout = FORMATS.get(source.removesuffix("x2"))

@@ -215,7 +215,7 @@ class _Values:
                 pending.extend(readers.get(register, ()))
 
     def runs(self, instruction: Instruction) -> bool | None:
-        """Return whether an instruction runs, according to its guard; None if that is unknown."""
+        """Return whether an instruction runs, according to its guard; None if unknown."""
         guard = instruction.guard
         if guard is None:
             return True

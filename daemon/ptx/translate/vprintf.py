@@ -7,7 +7,7 @@ in a buffer, each at the next multiple of its size. The function reads only memo
 If an address may not be read, it is stored in `bad`, and the result is negative. Otherwise the result is the number of
 values.
 
-This module also translates calls of the other functions that CUDA provides: `assert`, `malloc` and `free`.
+This module also translates calls to the other functions that CUDA provides: `assert`, `malloc` and `free`.
 """
 
 from collections.abc import Callable

@@ -284,7 +284,7 @@ class AuditLog:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.end.seq:
                 break
-        # Three sources show the end: the file, the head, and what this daemon knows that it wrote. Continue after the
+        # Three sources show the end: the file, the head, and the last record that this daemon wrote. Continue after the
         # latest of the three ends, so that a loss shows.
         self.end = self._compare_with_known_end(self._compare_with_head(tail.end))
 

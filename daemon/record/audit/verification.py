@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         file: The file; "" if it is in none.
         offset_bytes: The offset of the line.
-        seq: The sequence number of the record there, or of the record that should be there; 0 if that is unknown.
+        seq: The sequence number of the record there, or of the record that should be there; 0 if unknown.
         problem: The problem, as a sentence.
     """
 

@@ -1,4 +1,4 @@
-"""Chains: launches that follow each other repeatedly, queued by one call of the driver.
+"""Chains: launches that follow each other repeatedly, queued by one driver call.
 
 If several launches wait one after the other, the driver's calls are the bottleneck. A card's driver takes a graph of 16
 kernels, with all parameters set again, in the time of four launches. So the plans that follow each other become a
