@@ -235,7 +235,7 @@ def test_which_kernels_run_together(kernel_of: Callable[[str], str]) -> None:
         "L: ld.volatile.global.u32 %b0, [%area]; setp.eq.u32 %x0, %b0, 0; @%x0 bra L;": False,
     }
     for body, expected in cases.items():
-        (part,) = module.translate(parse(kernel_of(body)))
+        (part,) = module.translate(parse(kernel_of("mov.u64 %o0, %a0;" + body)))
         assert ("%given" in part.text) == expected, body
 
 
