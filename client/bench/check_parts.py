@@ -183,7 +183,7 @@ def _first(daemon: MeasuredDaemon) -> Mapping[str, Any]:
 
 
 def _gateway(daemon: MeasuredDaemon) -> Mapping[str, Any]:
-    return request_figures(daemon.address, REQUEST_S, has_pool=True)
+    return request_figures(daemon.address, REQUEST_S, has_pool=True, has_recycling=True)
 
 
 def _core(daemon: MeasuredDaemon) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """Requests per second through the gateway without HTTP, each on its own lease."""
 
+import contextlib
 import itertools
 import secrets
 import tempfile
@@ -11,7 +12,8 @@ import numpy as np
 from gpulease.client.bench.figures import load_figures, percentile, percentiles_ms
 from gpulease.client.bench.host_floors import parse_cpu_us
 from gpulease.client.bench.lease_life import await_pool
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.console.reports import first_card
+from gpulease.client.errors import CapacityExceeded, GpuLeaseError
 from gpulease.client.serve.gateway import (
     DaemonEffects,
     InferenceRequest,
@@ -21,6 +23,10 @@ from gpulease.client.serve.gateway import (
     serve_inference_request,
 )
 from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
+from gpulease.client.sync.lease import GpuBuilder
+
+RECYCLED: Final = "recycled_contexts"
+"""A card's number of contexts that wait for their tenant's next lease, in its report."""
 
 AT_A_TIME: Final = (1, 4, 8)
 """Numbers of requests in flight together."""
@@ -31,6 +37,9 @@ REQUESTS_TO_FLOOR: Final = 4
 INPUT: Final = np.arange(1024, dtype=np.float32)
 SPACED: Final = 10
 """Number of requests that are sent one by one, each when the pool is full."""
+
+WARM_UP_S: Final = 0.5
+"""Seconds of load before a measurement with reused contexts, in which each context loads the kernel once."""
 
 
 class _GatewayLoad:
@@ -74,6 +83,26 @@ class _GatewayLoad:
             self.floors_us.append(parse_cpu_us())
         return took_s
 
+    def warm_up(self, at_a_time: int) -> None:
+        """Make the daemon keep as many of the tenant's contexts as the load uses at a time, each with the kernel.
+
+        Only contexts of the pool are kept. A request that finds none makes one for itself, which takes the driver
+        longer than several requests.
+        """
+        kept, before = 0, -1
+        # Hold all kept contexts and the pool's at the same time, so that those of the pool are kept, too. A card that
+        # has no room for more keeps no more.
+        while before < kept < at_a_time:
+            await_pool(self._address)
+            card = first_card(self._address, RECYCLED, "warm_contexts")
+            with contextlib.ExitStack() as leases, contextlib.suppress(CapacityExceeded):
+                for _ in range(min(at_a_time, card[RECYCLED] + card["warm_contexts"])):
+                    builder = GpuBuilder(self._address).min_vram(self._model.min_vram_bytes)
+                    leases.enter_context(builder.lease_secs(self._model.lease_s).acquire())
+            before, kept = kept, first_card(self._address, RECYCLED)[RECYCLED]
+        await_pool(self._address)
+        load_figures(self.ask, at_a_time, WARM_UP_S)
+
     def loaded(self, at_a_time: int, seconds: float) -> dict[str, float]:
         """Keep requests in flight. Returns their rate, its reciprocal in milliseconds, their times, and the floor."""
         self.floors_us.clear()
@@ -84,20 +113,27 @@ class _GatewayLoad:
         return figures | {"each_ms": 1e3 / figures["per_s"], "floor_us": percentile(self.floors_us, 50)}
 
 
-def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str, dict[str, float]]:
+def request_figures(
+    address: str, seconds: float, *, has_pool: bool, has_recycling: bool
+) -> dict[str, dict[str, float]]:
     """Measure rates and times for each number of requests in flight; with a pool, also requests that find it full.
 
     Args:
         address: The daemon's address.
         seconds: Seconds of each measurement.
         has_pool: Whether the daemon keeps contexts ready.
+        has_recycling: Whether it gives a tenant its own contexts again. Then they exist before a measurement begins.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(f"{folder}/store")
         try:
             load = _GatewayLoad(store, address)
             load.ask()  # compiles the kernel
-            figures = {f"{count} at a time": load.loaded(count, seconds) for count in AT_A_TIME}
+            figures = {}
+            for count in AT_A_TIME:
+                if has_recycling:
+                    load.warm_up(count)
+                figures[f"{count} at a time"] = load.loaded(count, seconds)
             if has_pool:
                 durations = []
                 # Wait for a full pool before each request, so that each takes as long as a single request.

@@ -127,7 +127,8 @@ def measure_requests(driver: str, seconds: float, log: LogLine) -> dict[str, dic
     for name, (contexts, settings) in daemons.items():
         log(f"requests of one lease each, {name}")
         with private_daemon(driver, warm_contexts=contexts, settings=settings) as address:
-            figures[name] = request_figures(address, seconds, has_pool=bool(contexts))
+            has_pool, has_recycling = bool(contexts), settings == same_tenant
+            figures[name] = request_figures(address, seconds, has_pool=has_pool, has_recycling=has_recycling)
     return figures
 
 
