@@ -79,7 +79,7 @@ class ElementwiseOperation:
     def _module(self, text: str) -> Calls[Any]:
         module = self._modules.get(text)
         if module is None or not module.is_alive:
-            # If a program uses ever new shapes, drop all variants at once; those in use are compiled again.
+            # If a program keeps using new shapes, drop all variants at once; those in use are compiled again.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[text] = yield Call("compile", (text,), self._compile)

@@ -215,7 +215,7 @@ def _after(remaining: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
 
 
 def _remember_types(key: _TypesKey, types: tuple[bytes, ...]) -> None:
-    # Clear the cache when it is full, so that a program that loads ever new images keeps few of them.
+    # Clear the cache when it is full, so that a program that keeps loading new images keeps few of them.
     if len(_known_types) >= MAX_TYPED_IMAGES:
         _known_types.clear()
     _known_types[key] = types

@@ -189,7 +189,7 @@ class TimelyProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP. A reply in progress is cut off, and its application can send nothing more."""
+        """Refuse bytes that are not HTTP. A reply in progress is cut off, and its application can no longer send."""
         if self.cycle is not None and not self.cycle.response_complete:
             # Notify the application of the reply that is cut off that its peer is gone.
             self.cycle.disconnected = True

@@ -134,7 +134,7 @@ class _PendingClaim(NamedTuple):
 
 
 class FleetFrontend:
-    """The node's membership of a fleet.
+    """The node's membership in a fleet.
 
     Args:
         settings: The `[fleet]` table.

@@ -150,7 +150,7 @@ class TokenService:
             ) from None
         now_ns = time.monotonic_ns()
         try:
-            # Without a file the keys exist only in memory, so no token is valid after this daemon.
+            # Without a file the keys exist only in memory, so every token becomes invalid when this daemon ends.
             ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
         except KeyFileBroken as error:
             raise TokensUnavailable(str(error)) from None

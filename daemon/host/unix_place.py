@@ -136,7 +136,7 @@ class UnixPlace:
         return bound
 
     def release(self, *, keep_file: bool = False) -> None:
-        """Release the place. Removes the socket's file, unless it belongs to another process or is to be kept."""
+        """Release the place. Removes the socket's file, unless it belongs to another process or must be kept."""
         # Remove only a file that this process created and that is still at the path: by now, the file there could be
         # another daemon's.
         if self._is_made_here and not keep_file and self._is_there():

@@ -42,7 +42,7 @@ class DeferredRequests:
         self._groups: dict[int, DeferredGroup] = {}
 
     def defer(self, event: DeferrableRequest, now_ns: int, effects: list[Effect]) -> bool:
-        """Defer a request if the state of its session requires that. Returns False if it is to be handled now."""
+        """Defer a request if the state of its session requires that. Returns False if it must be handled now."""
         lease = self._store.parkable.get(event.lease_id)
         is_move = isinstance(event, events.MoveRequested)
         if lease is None or lease.park is None or not must_wait(lease.park, is_move=is_move):

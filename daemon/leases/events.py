@@ -1034,7 +1034,7 @@ class ResizeSlice:
     Attributes:
         size_bytes: The session's own bytes, without those that the lease keeps for submits.
         after_record: Whether the records so far must be durable before the order. A table that was restored from an
-            earlier record would not charge the card for what the worker has grown by.
+            earlier record would not charge the card for the bytes by which the worker has grown.
     """
 
     lease_id: int

@@ -48,7 +48,7 @@ class SessionMove(NamedTuple):
         card_uuid: The card to which the session is to return; "" if it is to stay cold.
         from_uuid: The card that it was on.
         since_ns: When it was requested.
-        from_version: The version of its worker, if that is to be replaced on the same card; else "".
+        from_version: The version of its worker, if the worker will be replaced on the same card; else "".
         was_parked: Whether it was parked before, so that it is parked again afterwards.
         why_through_host: Why its bytes do not go directly to the other card; "" if they do.
         by_ring: Whether they pass through a ring of buffers in the host's memory, while its former worker keeps them.

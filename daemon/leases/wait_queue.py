@@ -338,7 +338,7 @@ class WaitQueue:
 
     def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
         """Return the first waiter that can be placed without passing one that holds it back, and its card."""
-        # Step 1: find the first waiter that fits, as if nobody held others back. Mostly there is none.
+        # Step 1: find the first waiter that fits, as if nobody held others back. Usually there is none.
         blocked: set[str] = set()
         first = self._first_fitting(blocked)
         if first is None:

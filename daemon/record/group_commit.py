@@ -88,7 +88,7 @@ class CommitQueue(Generic[Item]):
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            # No loop runs in this thread, so nothing more is to come.
+            # No loop runs in this thread, so no further item will follow in this turn.
             self._changed.notify()
         else:
             self._is_gathering = True

@@ -107,7 +107,7 @@ class PendingConnections:
         """Peek at the bytes that have arrived on one connection; the relay reads them later."""
         connection = self._pending[fd]
         try:
-            # Step 1: check the first six bytes, which show what the peer has begun to send.
+            # Step 1: check the first six bytes, which show the kind of message that the peer has begun to send.
             begin = connection.sock.recv(PEEK_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             return

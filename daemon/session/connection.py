@@ -598,7 +598,7 @@ class RingWire:
         return outcome, ends.spins_left
 
     def decline_awaited(self) -> None:
-        """Make a client that waits by the ring's words (protocol.ring.SyncWords) send a SYNC instead.
+        """Make a client that waits with the ring's words (protocol.ring.SyncWords) send a SYNC instead.
 
         Native code answers these words, but it does not run while the session keeps a failure for the tenant. Without
         an answer the client would poll for its whole spin time before it asked for the failure. By then the worker

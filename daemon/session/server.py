@@ -1012,7 +1012,10 @@ class SessionServer:
         return False
 
     def _resume(self, connection: AttachedConnection, send_buffer: SendBuffer) -> None:
-        """Continue sending what the peer has not read. Once everything is sent, serve its waiting requests."""
+        """Continue to send the bytes that the peer has not read.
+
+        Once everything is sent, serve its waiting requests.
+        """
         unsent = connection.wire.send(send_buffer.unsent, 0)
         if unsent is not None:
             send_buffer.update(unsent)

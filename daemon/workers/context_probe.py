@@ -66,7 +66,7 @@ class _Probe:
             raise await self._failure(first_event)
         # Step 2: measure while it runs. The card's figure for the process is the cost of its context.
         overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
-        # Step 3: end it, and prove its bytes free. If the card went on reporting a dead process's bytes as used, no
+        # Step 3: end it, and prove its bytes free. If the card continued to report a dead process's bytes as used, no
         # lease's bytes could ever be proved free on it, so find that out now.
         await self._end(first_event)
         await _wait_for_proof(self.source, self.card, pid)

@@ -9,7 +9,7 @@ SLOT_S: Final = 10.0
 """Seconds of a slot."""
 
 SPAN_S: Final = 3600.0
-"""Seconds that are kept and shown at most."""
+"""Maximum number of seconds that are kept and shown."""
 
 SHORTEST_SPAN_S: Final = 300.0
 """Seconds that are shown at the start, so that a chart is not almost empty for an hour."""
@@ -41,7 +41,7 @@ class TimeCounts:
         self._counts[bucket] += count
         if self._latest is None:
             return
-        # Counted as they come, because the page asks several times a second.
+        # Count the times as they come, because the page asks several times a second.
         if len(self._latest) == self._latest.maxlen:
             oldest, oldest_count = self._latest[0]
             self._counts[oldest] -= oldest_count

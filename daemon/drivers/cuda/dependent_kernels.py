@@ -40,7 +40,8 @@ _HARMLESS: Final = re.compile(
     rb"|prefetch(?:\.global)?\.L[12](?:::\w+)?)(?:\s[^{};:]*)?"
 )
 """A statement that neither reads nor writes memory, except for parameters, and does not branch. Its operands have no
-colon, which would make its first word a label. prefetch.tensormap reads: what it got is used after the wait."""
+colon, which would make its first word a label. prefetch.tensormap reads memory, and its result is used after the
+wait."""
 
 _READING: Final = re.compile(
     rb"(?:@!?%[\w$]+\s+)?(?:ld\.global|cp\.async\.(?:c[ag]\.shared\.global|commit_group))[\w.:]*(?:\s[^;]*)?"

@@ -52,7 +52,7 @@ class ModuleHistory:
         if number < last:
             self._first_gap = number if self._first_gap is None else min(self._first_gap, number)
         elif self._first_gap is not None and self._first_gap > last:
-            # Nothing is left after the gap: the next module finds what it would have found without it.
+            # Nothing is left after the gap: the next module is placed as if the gap had never existed.
             self._first_gap = None
         if not self._loaded:
             self._most_bytes = 0

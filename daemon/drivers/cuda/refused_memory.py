@@ -14,8 +14,8 @@ from gpulease.daemon.drivers.interface import OutOfMemory, Poll
 
 REFUSAL_WAIT_S: Final = 5.0
 """Longest time, in seconds, for which refused memory is requested again. Bounds how long one allocation keeps a
-session from its other requests where the card's figure stays wrong. A card of 141 GB zeroes what a request has
-released in some seconds; a client that asks the session for a region waits for ten."""
+session from its other requests where the card's figure stays wrong. A card of 141 GB takes a few seconds to zero the
+memory that a request has released; a client that asks the session for a region waits for ten."""
 
 SHORTAGE_S: Final = 0.5
 """Time, in seconds, for which the card must show too few free bytes until that is believed: another process's request

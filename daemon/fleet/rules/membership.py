@@ -185,7 +185,7 @@ class Membership:
         """Whether no living lease depends on records that other runs wrote under this node's id.
 
         While this node is not a member, another daemon may be, under its id. A daemon that continues as a member does
-        not know what its journal has lost.
+        not know which writes its journal has lost.
         """
         # A member waits one more horizon after it joined. A node that is not a member knows nothing for certain.
         return self.incarnation > 0 and now_ns >= self.earlier_leases_end_ns

@@ -108,7 +108,7 @@ class Journal:
         revoked_tokens: Tokens that were revoked, with the same three members.
         cards: Measurements of the GPUs in this boot of the host, by uuid.
         relays: Relays of remote tenants that may still live.
-        membership: The node's last membership of a fleet; None if it had none.
+        membership: The node's last membership in a fleet; None if it had none.
     """
 
     kept: tuple[LeaseRow, ...] = ()
@@ -158,7 +158,7 @@ class Journal:
     def forget_relay(self, pid: int) -> None: ...
 
     def remember_membership(self, membership: MembershipRow) -> None:
-        """Keep the node's membership of its fleet, with which the next daemon continues."""
+        """Keep the node's membership in its fleet, with which the next daemon continues."""
 
     def once_kept(self, do: Callable[[], None]) -> None:
         """Call `do` when all events so far are durable, however long that takes."""
@@ -362,7 +362,7 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
     Args:
         folder: The folder. It is made, with mode 0700, if only its parent exists.
         boot_id: The id of the host's boot (random(4)). Leases of another boot ended with that boot; their fences stay.
-          A membership of a fleet from another boot, or from a journal in another folder, is forgotten: this may be a
+          A membership in a fleet from another boot, or from a journal in another folder, is forgotten: this may be a
           copy of it.
 
     Raises:

@@ -35,7 +35,7 @@ DRAIN_KEY: Final = b""
 """The key of the only row about a drain."""
 
 MEMBERSHIP_KEY: Final = b""
-"""The key of the only row about the node's membership of its fleet."""
+"""The key of the only row about the node's membership in its fleet."""
 
 _MEMBERS_WITH_OPTION: Final[dict[str, dict[str, object]]] = {
     "regions_required": {"region_number": 0, "parent_id": 0},
@@ -97,7 +97,7 @@ class RelayRow:
 
 @dataclass(frozen=True, slots=True)
 class MembershipRow:
-    """A node's membership of its fleet, with which the next daemon continues.
+    """A node's membership in its fleet, with which the next daemon continues.
 
     Attributes:
         incarnation: Create revision of the node's record in etcd.
@@ -447,7 +447,7 @@ class Contents:
         card_drains: When each drained card's own drain ends its leases, by UUID.
         epochs: Names and the highest epoch that each had.
         region_tombstones: Regions that ended last.
-        membership: The node's last membership of a fleet; None if it had none.
+        membership: The node's last membership in a fleet; None if it had none.
         next_tombstone: The number of the next tombstone.
         next_region_tombstone: The number of the next region's tombstone.
     """

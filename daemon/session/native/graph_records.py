@@ -50,7 +50,7 @@ class GraphRecords:
 
     Attributes:
         address: Its address.
-        is_read: Whether native code reads it; otherwise nothing is to be entered.
+        is_read: Whether native code reads it; otherwise no entry is needed.
     """
 
     def __init__(self) -> None:
