@@ -142,9 +142,15 @@ class _LingeringTransport:
         if self.is_closing() or not self._may_linger():
             self._transport.close()
             return
+        try:
+            # The peer sees the end of the reply at once. It ends the connection by closing its own side.
+            if not self._transport.get_write_buffer_size():
+                self._transport.write_eof()
+        except OSError:
+            # The peer has reset the connection.
+            self._transport.close()
+            return
         self.is_lingering = True
-        # The peer sees the end of the reply at once. It ends the connection by closing its own side.
-        self._transport.write_eof()
         self._transport.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gpulease.client import InvalidRequest
 from gpulease.client.http import unix_path, uvicorn_server
@@ -279,6 +282,42 @@ def test_a_peer_whose_request_is_not_read_is_dropped_after_a_while(
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(_talk_to(REFUSING, talk, f"unix:{path}"))
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_peer_that_resets_the_connection_before_the_end_of_the_reply_leaves_no_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Resets:
+        """An application whose peer resets the connection before the end of the reply."""
+
+        def __init__(self) -> None:
+            self.peer, self.is_over = socket.socket(), asyncio.Event()
+
+        async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
+            headers = [(b"connection", b"close"), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 413, "headers": headers})
+            # With these two options, a close resets the connection.
+            self.peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.peer.close()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self.is_over.set()
+
+    async def main() -> None:
+        servers, resets = list[uvicorn.Server](), Resets()
+        app = Starlette(routes=[Route("/", resets, methods=["POST"])])
+        with listening("tcp:127.0.0.1:0") as (sock, _):
+            hosts = known_hosts(sock, ())
+            serving = asyncio.create_task(serve_within(app, sock, hosts=hosts, stop_s=5, began=servers.append))
+            resets.peer.connect(sock.getsockname())
+            resets.peer.sendall(HEAD + b"Content-Length: 9\r\n\r\n")
+            async with asyncio.timeout(60):
+                await resets.is_over.wait()
+            servers[0].should_exit = True
+            await serving
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.usefixtures("_own_signals")
