@@ -1347,9 +1347,13 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
             if lease.end_failure is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
-    # The daemon is gone as well, so the reason is unknown: report both ends.
+    # The daemon is gone as well, or hangs, so the reason is unknown: report both ends. But past its deadline, the lease
+    # is over in any case; a worker may be killed before it has sent that.
     except Disconnected as error:
-        return lease.end_failure or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
+        both = f"{ended.message}; then {error.message}"
+        if lease.end_failure is None and lease.clock() >= lease.deadline:
+            return Failure(Status.LEASE_EXPIRED, f"the lease expired: {both}")
+        return lease.end_failure or Failure(Status.DISCONNECTED, both, error.hint)
     except GpuLeaseError as error:
         return _unknown_lease(lease, error.failure)
     return lease.end_failure or Failure(

@@ -147,25 +147,29 @@ def test_a_lease_is_kept_alive_over_it(lasting: LastingDaemon, monkeypatch: pyte
 @pytest.mark.exhaustive
 def test_an_endless_kernel_ends_with_its_lease_though_nobody_is_there(lasting: LastingDaemon) -> None:
 
-    def two(lease: GpuLease) -> tuple[GpuSession, GpuSession, object, list[int]]:
+    def three(lease: GpuLease) -> tuple[GpuSession, list[GpuSession], object, list[int]]:
         session = GpuSession(lease)
         kept = start_endless(session)
-        idle = GpuSession(lasting.now.builder(seconds=lease.remaining_s).acquire())
-        workers = [lasting.worker_pid(one.lease_id) for one in (lease, idle.lease)]
+        others = [GpuSession(lasting.now.builder(seconds=lease.remaining_s).acquire()) for _ in range(2)]
+        leases = [lease, *(other.lease for other in others)]
+        workers = [lasting.worker_pid(one.lease_id) for one in leases]
+        # A stopped worker can't report its end: the zygote waits .02 s for that, and a busy host is slower.
+        stop_process(workers[-1])
         lasting.kill()
         # On a busy host, the leases may have ended before the kill.
-        if min(lease.remaining_s, idle.lease.remaining_s) < 0.2:
+        if min(one.remaining_s for one in leases) < 0.2:
             lasting.start()
             raise KeyError("too late")
-        return session, idle, kept, workers
+        return session, others, kept, workers
 
-    lease, (session, idle, kept, workers) = lasting.short_lease(two)
+    lease, (session, others, kept, workers) = lasting.short_lease(three)
     with pytest.raises(LeaseExpired):
         session.sync()
     wait_until(lambda: not any(is_running(worker) for worker in workers), "their workers are gone")
-    # The idle session was told the reason before its worker was killed.
-    with pytest.raises(LeaseExpired):
-        idle.sync()
+    # The idle worker may have sent the reason before it was killed; else the client knows the lease's deadline.
+    for other in others:
+        with pytest.raises(LeaseExpired):
+            other.sync()
     lasting.start()
     with pytest.raises(LeaseExpired):
         lease.renew(10)
@@ -382,7 +386,8 @@ def check_another_takes_its_place(lasting: LastingDaemon) -> None:
 def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDaemon) -> None:
     beats = {
         "gpulease.daemon.workers.helper_process:BEAT_S": 0.1,
-        "gpulease.daemon.workers.zygote_client:HUNG_AFTER_S": 2.0,
+        # Longer than a busy host keeps a zygote from answering.
+        "gpulease.daemon.workers.zygote_client:HUNG_AFTER_S": 6.0,
     }
     soon = {"gpulease.daemon.workers.zygote_client:RESTART_DELAY_S": 0.1}
     daemon = lasting.restart(Faults(constants=beats | soon))
