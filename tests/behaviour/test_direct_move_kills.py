@@ -131,9 +131,9 @@ def test_a_kill_in_any_step_of_a_direct_move(step: str, whom: str, node: Parking
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParkingNode]:
-    """A node that misses a worker's sign of life soon."""
+    """A node that soon misses a worker's sign of life: after twice the longest sleep of a worker that is idle."""
     constants = {
-        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 4.0,
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 10.0,
         "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
     }
     with own_node(tmp_path_factory.mktemp("impatient"), constants=constants, cards=CARDS) as node:

@@ -188,7 +188,8 @@ def test_nothing_is_granted_on_a_claim_whose_result_is_unknown(pair: Fleet) -> N
 
 @pytest.mark.exhaustive
 def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
-    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
+    """The horizon is long, because a busy host takes seconds to start another fleet process."""
+    with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
         node.now.allowed_trouble.append("fleet process died")
         lease = node.acquire(NAME)
         work = Worker(lease)

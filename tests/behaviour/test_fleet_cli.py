@@ -88,7 +88,11 @@ def test_a_name_is_acquired_used_by_another_process_and_freed_at_a_fleet_s_addre
         "from gpulease.client import GpuSession\n"
         "with GpuSession.attach() as session: print(session.lease.name, session.lease.epoch, session.mem_alloc(4))"
     )
-    with fleet(tmp_path / "etcd", nodes=1) as (cluster, (node,)), Directory(cluster, tmp_path / "d") as directory:
+    # The horizon is long, because a busy host takes seconds to start a command.
+    with (
+        fleet(tmp_path / "etcd", nodes=1, horizon_s=120) as (cluster, (node,)),
+        Directory(cluster, tmp_path / "d") as directory,
+    ):
         at = f"fleet:{directory.address}"
 
         def acquired() -> dict[str, object]:

@@ -129,7 +129,7 @@ def test_a_gateway_that_is_killed_before_each_step(gateways: Gateways) -> None:
 
 @pytest.mark.exhaustive
 def test_a_killed_gateways_lease_ends_by_itself_and_its_claim_later(gateways: Gateways) -> None:
-    gateways.serve("early", kill_before=STARTED, lease_s=2)
+    gateways.serve("early", kill_before=STARTED, lease_s=15)
     gateways.await_no_lease()
     _, answer = gateways.serve("early")
     assert answer["error"] == "OperationInProgress"

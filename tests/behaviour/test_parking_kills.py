@@ -15,7 +15,7 @@ import pytest
 from gpulease.client import Busy, GpuLeaseError, GpuSessionFailed, RegionFenced, RegionRevoked
 from helpers.parking_scene import MIB, PART, SLICE, InBackground, Parked, ParkingNode, own_node
 from helpers.stopping_worker import ARRIVE_STEPS, LEAVE_STEPS, PARK_STEPS, RETURN_STEPS, STEPS
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_killed_broker_finds_the_session_in_any_step(step: str, node: ParkingN
         doing = until_stopped(scene, step)
         node.restart()
         scene.go_on()
-        doing.join(60)
+        doing.join(PATIENCE_S)
         assert not doing.is_alive()
         # A park that the killed broker ordered may get no reply, but a request to the session gets one.
         assert step in PARK_STEPS or doing.error is None, doing.error
@@ -89,7 +89,7 @@ def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: Park
                 os.kill(scene.pid, signal.SIGKILL)
         if whom == "both, and the broker":
             node.restart()
-        doing.join(60)
+        doing.join(PATIENCE_S)
         assert not doing.is_alive()
         scene.check_gone()
 
@@ -125,7 +125,7 @@ def test_a_kill_on_the_way_to_another_worker(whom: str, step: str, node: Parking
             node.restart()
         with suppress(ProcessLookupError):
             scene.go_on()
-        doing.join(60)
+        doing.join(PATIENCE_S)
         assert not doing.is_alive()
         # If the session has not left its worker, it continues there. Its image was only in the killed broker.
         if whom == "broker" and step in LEAVE_STEPS:
@@ -146,7 +146,7 @@ def test_a_region_that_is_revoked_on_the_way_to_another_worker(step: str, node: 
         wait_until(lambda: scene.region_row()["state"] != "active", "the region ends")
         scene.go_on()
         for one in (doing, revoking):
-            one.join(60)
+            one.join(PATIENCE_S)
             assert not one.is_alive()
         assert revoking.error is None
         for _ in range(2):
@@ -169,15 +169,15 @@ def test_a_revoke_ends_a_worker_that_stopped_in_the_middle(step: str, node: Park
     with node.parked(step) as scene:
         doing = until_stopped(scene, step)
         node.lasting.now.revoke(scene.lease.lease_id)
-        doing.join(60)
+        doing.join(PATIENCE_S)
         assert isinstance(doing.error, GpuLeaseError)
         scene.check_gone()
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on(tmp_path: Path) -> None:
-    with own_node(tmp_path, timeout_s=2) as node, node.parked("copying") as scene:
+    with own_node(tmp_path, timeout_s=6) as node, node.parked("copying") as scene:
         doing = until_stopped(scene, "copying")
-        doing.join(30)
+        doing.join(PATIENCE_S)
         assert isinstance(doing.error, GpuLeaseError)
         assert "park its session" in str(doing.error)
         # The session's bytes stay charged, because nobody knows where they are.
@@ -197,9 +197,9 @@ HANGING = ("returning", "copying back", "returned", "arriving", "adopting", "ado
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParkingNode]:
-    """A node that misses a worker's sign of life soon."""
+    """A node that soon misses a worker's sign of life: after twice the longest sleep of a worker that is idle."""
     constants = {
-        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 4.0,
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 10.0,
         "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
     }
     with own_node(tmp_path_factory.mktemp("impatient"), constants=constants) as node:
@@ -213,7 +213,7 @@ def test_a_worker_that_hangs_during_a_return_ends_its_lease(step: str, impatient
     is_cold = step in ARRIVE_STEPS and step not in RETURN_STEPS
     with impatient.parked("" if is_cold else step) as scene:
         doing = on_the_way(impatient, scene, step) if is_cold else until_stopped(scene, step)
-        doing.join(60)
+        doing.join(PATIENCE_S)
         assert isinstance(doing.error, GpuSessionFailed), doing.error
         scene.check_gone()
         assert scene.row()["cause"] == "unresponsive"

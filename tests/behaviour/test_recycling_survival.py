@@ -22,7 +22,7 @@ from helpers.lasting import LastingDaemon
 from helpers.processes import continue_process, is_running, open_files, stop_process
 from helpers.recycling import PATIENT, SETTINGS, wait_until_full
 from helpers.submits import ROOM, check_scaled, running, scaling
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 from helpers.working import working
 
 MIB = 1 << 20
@@ -180,7 +180,8 @@ def test_a_process_that_is_not_heard_any_more_serves_nobody_again(start_daemon: 
 def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS, faults=PATIENT)
     wait_until_full(daemon)
-    with daemon.builder().max_kernel_secs(0.2).acquire() as lease, GpuSession(lease) as session:
+    # A busy host must not make a short kernel take so long.
+    with daemon.builder().max_kernel_secs(2).acquire() as lease, GpuSession(lease) as session:
         pid = daemon.worker_pid(lease.lease_id)
         check_main_job(session)
     # This lease has no limit for kernels: the limit of the lease before must not apply to it.
@@ -188,7 +189,7 @@ def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Dae
         session = GpuSession(lease)
         assert daemon.worker_pid(lease.lease_id) == pid
         start_endless(session)
-        time.sleep(0.6)
+        time.sleep(3)
         assert daemon.query(lease.lease_id)["state"] == "active"
     wait_until_full(daemon)
     daemon.builder().acquire().free()
@@ -258,7 +259,7 @@ def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None
                 with GpuSession(lease) as session:
                     check_main_job(session)
                 lease.free()
-                heard.append(told.result(10))
+                heard.append(told.result(PATIENCE_S))
     assert heard[0] == heard[1]
     assert len(heard[0]) >= 2
     with pytest.raises(LeaseFreed):

@@ -94,8 +94,8 @@ def test_a_killed_broker_finds_both_workers(
     with suppress(GpuLeaseError):
         lease.free()
     wait_until(lambda: not node.now.leases(), "the lease has ended")
-    ends = [record["data"]["lease"] for record in records(audit) if record["kind"] == "end"]
-    assert ends == [f"{lease.lease_id:032x}"]
+    wait_until(lambda: ends_in(audit), "the end is in the audit log")
+    assert ends_in(audit) == [f"{lease.lease_id:032x}"]
 
 
 @pytest.mark.parametrize("dies", ["former", "following", "broker", "lease"])
@@ -148,8 +148,12 @@ def test_what_dies_while_the_bytes_pass_through_a_ring_leaves_one_whole_session_
     with suppress(GpuLeaseError):
         lease.free()
     wait_until(lambda: not node.now.leases(), "the lease has ended")
-    ends = [record["data"]["lease"] for record in records(audit) if record["kind"] == "end"]
-    assert ends == [f"{lease.lease_id:032x}"]
+    wait_until(lambda: ends_in(audit), "the end is in the audit log")
+    assert ends_in(audit) == [f"{lease.lease_id:032x}"]
+
+
+def ends_in(audit: Path) -> list[str]:
+    return [record["data"]["lease"] for record in records(audit) if record["kind"] == "end"]
 
 
 def move(lease: GpuLease) -> None:

@@ -21,7 +21,7 @@ from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
 from helpers.leaks import SHARED_FOLDERS
 from helpers.processes import continue_process
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 MIB = 1 << 20
 SLICE, PART = 24 * MIB, 4 * MIB
@@ -73,7 +73,7 @@ class Parked:
 
     def leave(self, device: str | None = None) -> None:
         """Make the session leave its worker, once its client has no operation in progress. `device`: its next card."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE_S
         while True:
             try:
                 ask(Opcode.LEASE_MOVE, LeaseMove(self.lease.lease_id, device), self.node.address)

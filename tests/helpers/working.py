@@ -15,8 +15,11 @@ BETWEEN_ROUNDS_S = 0.02
 It is short compared with anything that affects a session, and long compared with a round.
 """
 
-PAUSE_S = 2.0
-"""A time that is longer than any round on a busy host, and shorter than any wait for a broker."""
+PAUSE_S = 20.0
+"""A time that is longer than any round on a busy host, and shorter than a client's wait for a broker that hangs.
+
+Rounds that end while no broker runs show more: `check_goes_on`.
+"""
 
 
 class Working:
