@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
-from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, FamilyKind, MetricFamily, NodeCollector
+from gpulease.daemon.record.metrics.exposition import NodeCollector
+from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, FamilyKind, MetricFamily
 from gpulease.daemon.web.http_settings import HttpSettings
 from gpulease.protocol.http_origin import loopback_hosts
 

@@ -8,19 +8,15 @@ which the exposition adds to the family's name (OpenMetrics 1.0, Counter). So `g
 joined. No label names a lease, because the number of leases has no bound: families of sessions sum up all sessions that
 a tenant has on a card. The model server has its own names (`client/serve/models/model_metrics.py`), none of them here.
 
-Below the families are the containers for their values, and the code that produces the text of a scrape. It produces the
-text one family at a time, so that it never blocks the event loop for long.
+Below the families are the containers for their values. `exposition` makes the text of a scrape from them.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
 from typing import Final
-
-from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.registry import Collector
 
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import encodable
@@ -389,76 +385,5 @@ def counts() -> Counts:
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
 
-SAMPLES_PER_CHUNK: Final = 256
-"""Number of lines in one piece of text. Producing a line takes about 3 us."""
-
 Content = Mapping[MetricFamily, Mapping[Labels, float] | Histogram]
 """The values of each family. A family without values is left out of the text."""
-
-
-class NodeCollector(Collector):
-    """Supplies a registry with families, by default the node's. Calls `read` once per scrape for their values."""
-
-    def __init__(self, read: Callable[[], Content], families: Sequence[MetricFamily] = FAMILIES) -> None:
-        self._read = read
-        self._families = families
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield every family without values, which a registry asks for when the collector is registered."""
-        for family in self._families:
-            yield Metric(family.name, family.meaning, family.kind.value)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield each family that has values. Each is created only when it is reached."""
-        # The values are read once, so that all families of a scrape show the same moment.
-        content = self._read()
-        for family in self._families:
-            # Leave out a family without values, which would only show that it exists.
-            values = content.get(family)
-            if values:
-                yield _metric(family, values)
-
-
-def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
-    """Yield the text of all registered families, in pieces that each take about a millisecond."""
-    # The library renders only whole families, so each part of a large family is rendered as if it were a family.
-    for metric in registry.collect():
-        samples = metric.samples
-        for first in range(0, len(samples), SAMPLES_PER_CHUNK):
-            metric.samples = samples[first : first + SAMPLES_PER_CHUNK]
-            text = generate_latest(_Alone(metric))
-            # Only a family's first piece keeps the two lines that describe it.
-            yield text if first == 0 else text.split(b"\n", 2)[2]
-
-
-class _Alone(Collector):
-    """A collector of one family, in the form that the library's renderer expects."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._metric,)
-
-
-def _metric(family: MetricFamily, values: Mapping[Labels, float] | Histogram) -> Metric:
-    metric = Metric(family.name, family.meaning, family.kind.value)
-    if isinstance(values, Histogram):
-        for labels, distribution in values.of.items():
-            _add_distribution(metric, family, dict(zip(family.labels, labels, strict=True)), distribution)
-        return metric
-    (name,) = family.series_names
-    for labels, value in values.items():
-        metric.add_sample(name, dict(zip(family.labels, labels, strict=True)), float(value))
-    return metric
-
-
-def _add_distribution(metric: Metric, family: MetricFamily, labels: dict[str, str], distribution: Distribution) -> None:
-    # Buckets are cumulative: each counts everything up to its bound (Prometheus text format, histogram).
-    cumulative = 0
-    if family.kind is FamilyKind.HISTOGRAM:
-        for bound, count in zip((*map(str, family.bounds), "+Inf"), distribution.counts, strict=True):
-            cumulative += count
-            metric.add_sample(f"{family.name}_bucket", labels | {"le": bound}, cumulative)
-    metric.add_sample(f"{family.name}_sum", labels, distribution.total)
-    metric.add_sample(f"{family.name}_count", labels, distribution.count)

@@ -12,18 +12,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.daemon.leases import Cause, DenialReason
 from gpulease.daemon.record.metrics import families
+from gpulease.daemon.record.metrics.exposition import SAMPLES_PER_CHUNK, NodeCollector, chunks
 from gpulease.daemon.record.metrics.families import (
     FAMILIES,
     MAX_LABEL_CHARS,
     MAX_PAIR_SERIES,
-    SAMPLES_PER_CHUNK,
     Content,
     FamilyKind,
     Histogram,
     Labels,
     MetricFamily,
-    NodeCollector,
-    chunks,
 )
 from gpulease.daemon.record.metrics.gauges import POOL_STATES
 from gpulease.protocol.limits import MAX_METRICS_BYTES
