@@ -39,7 +39,6 @@ def gpulease_dra() -> None:
     begin_imports()
     from gpulease.client.integrations.kubernetes.__main__ import main
 
-    end_imports()
     main(prog_name="gpulease-dra")
 
 

@@ -135,6 +135,13 @@ def test_nothing_says_to_install_a_published_package() -> None:
     assert tell == [name for name in ["pyproject.toml"] if (ROOT / name) in texts]
 
 
+def test_each_program_that_imports_without_garbage_collections_allows_them_afterwards() -> None:
+    texts = {name_of(path): path.read_text("utf-8") for path in SOURCES}
+    begin = {name for name, text in texts.items() if "    begin_imports()\n" in text}
+    assert begin
+    assert not {name for name in begin if "    end_imports()\n" not in texts[name]}
+
+
 def test_each_session_operation_has_a_client_and_each_generator_a_caller() -> None:
     texts = {path: path.read_text("utf-8") for path in SOURCES if name_of(path).startswith("client/")}
     everything = "\n".join(texts.values())

@@ -15,12 +15,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, rule_breakers
+from gpulease.imports import end_imports
 
 SLICE_BYTES: Final = 64 << 20
 VALUES: Final = 256
@@ -131,6 +137,7 @@ def _window(taken_us: list[float], error: str, errors: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    end_imports()
     # A terminal's interrupt is meant for the parent, which then ends the input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

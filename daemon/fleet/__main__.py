@@ -13,6 +13,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
 from gpulease.daemon.contract.messages import HelperBroken
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
@@ -28,6 +33,7 @@ from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
 from gpulease.daemon.sandbox.measures import SandboxNeeds, SandboxSettings, SandboxUnavailable
 from gpulease.daemon.sandbox.trial import prepare
+from gpulease.imports import end_imports
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
 """Limit on the process's private memory. An honest process uses about 80 MiB, and 8 MiB of addresses for each of gRPC's
@@ -121,5 +127,6 @@ async def _serve(start: FleetStart, files: SentFiles, channel: socket.socket, re
 
 
 if __name__ == "__main__":
+    end_imports()
     fd, parent = map(int, sys.argv[1:3])
     sys.exit(main(fd, parent, SandboxSettings.from_text(sys.argv[3])))

@@ -4,12 +4,18 @@ import signal
 import socket
 import sys
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from gpulease.daemon.contract.messages import HelperBroken, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
 from gpulease.daemon.remote.acceptor import TlsAcceptor, get_ready
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
+from gpulease.imports import end_imports
 
 
 def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenant: int, files: list[str]) -> int:
@@ -33,5 +39,6 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenan
 
 
 if __name__ == "__main__":
+    end_imports()
     channel, parent, most, most_per_tenant = map(int, sys.argv[1:5])
     sys.exit(main(channel, parent, most, most_per_tenant, sys.argv[5:]))

@@ -7,6 +7,11 @@ import socket
 import sys
 from typing import Any, Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
 from gpulease.daemon.contract.messages import HelperBroken, HelperPrepared, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
@@ -22,6 +27,7 @@ from gpulease.daemon.web.load_samples import Loads
 from gpulease.daemon.web.page_state import Feed
 from gpulease.daemon.web.view import Pseudonyms
 from gpulease.daemon.web.web_messages import START, WebStart
+from gpulease.imports import end_imports
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
 """Limit on the process's private memory. An honest process uses about 60 MiB. Stops an attacker who makes it grow."""
@@ -109,5 +115,6 @@ async def _first_of(*futures: asyncio.Future[Any]) -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     fd, parent = map(int, sys.argv[1:3])
     sys.exit(main(fd, parent, SandboxSettings.from_text(sys.argv[3])))

@@ -17,6 +17,11 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from gpulease.client.decode.blocked_sighup import sighup_blocked
 from gpulease.client.decode.checkpoint import open_model
 from gpulease.client.decode.decode_errors import ModelRejected, TextProcessesFailed
@@ -24,6 +29,7 @@ from gpulease.client.decode.decode_requests import SharedPrefix
 from gpulease.client.decode.text.fork_server import ENVIRONMENT, START_LIMIT_S
 from gpulease.client.decode.text.named_prefixes import NamedPrefix, shared_prefixes
 from gpulease.client.decode.text.text_jobs import packed, unpacked
+from gpulease.imports import end_imports
 
 if TYPE_CHECKING:
     # Needs the extra `decode`.
@@ -119,4 +125,5 @@ def main(outcome_fd: int) -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     main(int(sys.argv[1]))

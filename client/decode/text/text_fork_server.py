@@ -27,11 +27,17 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any, Final, NoReturn
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from gpulease.client.decode.decode_errors import LibraryPanicked, ModelRejected, RequestRejected
 from gpulease.client.decode.library_errors import panics_caught
 from gpulease.client.decode.text.prompt_reader import PromptReader
 from gpulease.client.decode.text.text_jobs import LENGTH, TextLimits, framed, refusal, unpacked
 from gpulease.client.decode.text.tokenizer import Tokenizer
+from gpulease.imports import end_imports
 
 MAX_PACKET_BYTES: Final = 4096
 """Maximum number of bytes of a packet that CONTROL receives."""
@@ -252,4 +258,5 @@ def _exactly(jobs: socket.socket, size: int) -> bytes:
 
 
 if __name__ == "__main__":
+    end_imports()
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -6,11 +6,17 @@ import time
 from pathlib import Path
 from typing import Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 import click
 
 from gpulease.client.console.command_group import CommandGroup
 from gpulease.client.console.exit_status import MissingPrerequisite, needing
 from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
+from gpulease.imports import end_imports
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
 LEASE_S: Final = 600.0
@@ -87,6 +93,7 @@ def serve(
     from gpulease.client.integrations.kubernetes.resource_pool import device_of
     from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 
+    end_imports()
     # Install the handlers first, so that a signal during the start does not kill the driver halfway through a claim.
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,6 +157,7 @@ def probe(kubelet: Path, pod_uid: str) -> None:
     with needing("dra"):
         from gpulease.client.integrations.kubernetes.driver_probe import problem_of
 
+    end_imports()
     if problem := problem_of(DRIVER, kubelet / "plugins_registry", pod_uid):
         raise MissingPrerequisite(problem)
 

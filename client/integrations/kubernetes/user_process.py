@@ -15,6 +15,11 @@ import threading
 from pathlib import Path
 from typing import Any, Final, Self
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from gpulease.client.core.exchange import FixedDeadline, ask, dial
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.tokens import issue_request
@@ -23,6 +28,7 @@ from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.integrations.other_user import MAX_ERROR_CHARS, become, refusal_of, refusal_reply
 from gpulease.client.sync.driver import ask as ask_once
 from gpulease.client.sync.driver import drive
+from gpulease.imports import end_imports
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
@@ -173,4 +179,5 @@ def _acquire(address: Address, request: dict[str, Any]) -> Procedure[LeaseId]:
 
 
 if __name__ == "__main__":
+    end_imports()
     _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

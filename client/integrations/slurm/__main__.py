@@ -23,6 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 import click
 
 from gpulease.client.console.command_group import CommandGroup
@@ -48,6 +53,7 @@ from gpulease.client.integrations.slurm.slurm_jobs import (
     state_of_job,
 )
 from gpulease.client.sync.driver import ask
+from gpulease.imports import end_imports
 from gpulease.interrupts import interrupt_unwinds
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
@@ -475,4 +481,5 @@ def run() -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     run()

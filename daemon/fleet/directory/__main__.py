@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 import click
 
 from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
@@ -26,6 +31,7 @@ from gpulease.daemon.log.writer import flush_logs, go_on_logging, log_event
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles
 from gpulease.daemon.remote.tls_settings import parse_certificate_names
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
+from gpulease.imports import end_imports
 from gpulease.protocol.address import Address, parse_address
 from gpulease.protocol.http_origin import parse_host_names
 
@@ -192,4 +198,5 @@ def _raise_descriptor_limit() -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     main(prog_name="gpulease serve directory")

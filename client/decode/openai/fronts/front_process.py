@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+if __name__ == "__main__":
+    from gpulease.imports import begin_imports
+
+    begin_imports()
+
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -34,6 +39,7 @@ from gpulease.client.decode.openai.openai_server import (
 )
 from gpulease.client.decode.supervisor.model_texts import read_model_texts
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
+from gpulease.imports import end_imports
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -108,4 +114,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     main()
