@@ -313,6 +313,7 @@ def test_regions_that_end_during_moves_end_once(node: Daemon, lease: GpuLease, s
         pass
 
 
+@pytest.mark.exhaustive
 def test_many_returns_while_the_worker_before_still_ends(node: Daemon) -> None:
     # A lease's next worker is often requested before the last one is reaped.
     builder = GpuBuilder(node.address).min_vram(SLICE).parkable().device("1")
@@ -659,7 +660,9 @@ def test_a_killed_worker_ends_its_lease_once_after_a_return(lasting: LastingDaem
     assert region.query()["state"] == "torndown"
 
 
-@pytest.mark.parametrize("step", ["cold", "moved", "leaving", "moving"])
+@pytest.mark.parametrize(
+    "step", ["moved", "leaving", *(pytest.param(step, marks=pytest.mark.exhaustive) for step in ("cold", "moving"))]
+)
 def test_a_killed_broker_accounts_for_every_byte(lasting: LastingDaemon, step: str) -> None:
     before = cards(lasting.address)
     lease = parkable(lasting.address)

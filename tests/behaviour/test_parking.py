@@ -251,7 +251,7 @@ def test_a_waiting_operation_hears_of_a_revocation(node: Daemon) -> None:
             assert time.monotonic() - begun < 20
 
 
-@pytest.mark.parametrize("step", ["resident", "parked", "parking"])
+@pytest.mark.parametrize("step", [pytest.param("resident", marks=pytest.mark.exhaustive), "parked", "parking"])
 def test_a_broker_that_is_killed_finds_the_session_again(lasting: LastingDaemon, step: str) -> None:
     lease = parkable(lasting.address)
     session = GpuSession(lease)

@@ -39,7 +39,10 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize("step", ["arriving", "arrived", "arrived, and died"])
+@pytest.mark.parametrize(
+    "step",
+    ["arrived", *(pytest.param(step, marks=pytest.mark.exhaustive) for step in ("arriving", "arrived, and died"))],
+)
 def test_a_killed_broker_finds_both_workers(
     start_lasting: Callable[..., LastingDaemon], tmp_path: Path, step: str
 ) -> None:
@@ -98,7 +101,9 @@ def test_a_killed_broker_finds_both_workers(
     assert ends_in(audit) == [f"{lease.lease_id:032x}"]
 
 
-@pytest.mark.parametrize("dies", ["former", "following", "broker", "lease"])
+@pytest.mark.parametrize(
+    "dies", ["former", "following", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("broker", "lease"))]
+)
 def test_what_dies_while_the_bytes_pass_through_a_ring_leaves_one_whole_session_or_none(
     start_lasting: Callable[..., LastingDaemon], tmp_path: Path, dies: str
 ) -> None:
