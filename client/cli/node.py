@@ -159,6 +159,9 @@ def leases(tenant: str | None, as_json: bool) -> None:
         head = ["lease", "version of its worker", "why it stays there"]
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
         click.echo(wrapped_text("`gpulease upgrade-workers` moves them to workers of this version.", output_width()))
+    if warm_only := [(lease["lease_id"], reason) for lease in listed if (reason := _warm_only(lease))]:
+        head = ["lease", "why it can only be parked warm"]
+        click.echo("\n" + fitted(head, warm_only, output_width(), texts=("lease",), is_text_last=True))
     # List the holders of buffers, for sessions that several programs use.
     if holders_by_lease := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
@@ -201,8 +204,14 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
 
 def _earlier(lease: Report) -> list[str]:
     park = lease.get("park")
-    reason = "its lease is not parkable" if park is None else park.get("stays_here") or MISSING
+    reason = "its lease is not parkable" if park is None else park.get("stays_here") or _warm_only(lease) or MISSING
     return [lease["lease_id"], lease["earlier_version"], reason]
+
+
+def _warm_only(lease: Report) -> str:
+    """Return why a lease's session can only be parked warm; "" if it can be parked cold, or is not parkable."""
+    park = lease.get("park") or {}
+    return str(park.get("warm_only", park.get("stays_here")) or "")
 
 
 def _holders(lease: Report) -> str:
@@ -229,9 +238,9 @@ def _state(lease: Report) -> str:
     park = lease.get("park") or {}
     if left_ms is None and park.get("phase") not in (None, "resident"):
         return f"{lease['state']} ({_park_text(park)})"
-    return (
-        lease["state"] if left_ms is None else f"{lease['state']} (unconnected, ends in {seconds_text(left_ms / 1000)})"
-    )
+    if left_ms is not None:
+        return f"{lease['state']} (unconnected, ends in {seconds_text(left_ms / 1000)})"
+    return f"{lease['state']} (warm only)" if _warm_only(lease) else str(lease["state"])
 
 
 def _park_text(park: Report) -> str:
@@ -240,8 +249,8 @@ def _park_text(park: Report) -> str:
     words = [f"{park['phase']}{'' if since_ms is None else ' ' + seconds_text(since_ms / 1000)}"]
     if park.get("depth") not in (None, "warm"):
         words.append(str(park["depth"]))
-    if park.get("stays_here"):
-        words.append(f"warm only: {park['stays_here']}")
+    if _warm_only({"park": park}):
+        words.append("warm only")
     return ", ".join(words)
 
 

@@ -139,8 +139,10 @@ class ParkReport(TypedDict):
         depth: How much of a parked session has left the card: warm (its process keeps a context there), leaving, cold
             (nothing is left there, and the session has no process), arriving or adopting (a new process takes it over).
             An older daemon sends neither this nor the next two.
-        stays_here: Why a parked session can't leave its process; "" if it can, or before the first attempt.
+        stays_here: Why it did not leave its process in its last park; "" if it did, or did not try.
         is_moving: Whether it is being moved to another card.
+        warm_only: Why it can only be parked warm, also while it is on its card; "" if it can be parked cold. An older
+            daemon does not send it.
         last_move: Its last move to another card since this daemon started; None before the first one. An older daemon
             does not send it.
     """
@@ -157,6 +159,7 @@ class ParkReport(TypedDict):
     depth: NotRequired[Literal["warm", "leaving", "cold", "arriving", "adopting"]]
     stays_here: NotRequired[str]
     is_moving: NotRequired[bool]
+    warm_only: NotRequired[str]
     last_move: NotRequired[MoveReport | None]
 
 

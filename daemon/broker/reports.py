@@ -155,6 +155,7 @@ def park_report(park: ParkSnapshot | None, now_ns: int) -> dict[str, Any] | None
         "parks": park.parks,
         "depth": park.depth.value,
         "stays_here": park.stays_here,
+        "warm_only": park.warm_only,
         "is_moving": park.is_moving,
         "last_move": None if park.last_move is None else {"is_direct": not park.last_move, "reason": park.last_move},
     }

@@ -61,6 +61,8 @@ The claims page, by byte offset:
      200  what the worker says about a session that moves between workers, see `Transfer`
      512  for each of 16 connections, three words: its number in the session, 0 for none; its process's id, 0 if
           unknown; the bytes that it holds
+    1024  length of the reason why the session can't leave its process; 0 if it can
+    1032  that reason: 256 bytes of UTF-8
 
 The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
 
@@ -241,6 +243,12 @@ MAX_CONNECTIONS: Final = 16
 
 _FIRST_CONNECTION: Final = 64
 _CONNECTION_WORDS: Final = 3
+
+MAX_STAY_BYTES: Final = 256
+"""Maximum number of bytes of the reason why a session can't leave its process. The longest has 150."""
+
+_STAY_LENGTH: Final = 128
+_STAY_AT: Final = 8 * (_STAY_LENGTH + 1)
 
 
 class ShownConnection(NamedTuple):
@@ -599,6 +607,14 @@ class BrokerPage:
         # The worker may write at the same time, so an entry may be torn. Entries are used only for display.
         return sorted(connection for connection in connections if connection.number)
 
+    def why_stays(self) -> str:
+        """Return why, as the worker claims, its session can't leave its process; "" if it can.
+
+        The text may be torn, because the worker may write it at the same time.
+        """
+        length = min(self._claims[_STAY_LENGTH], MAX_STAY_BYTES)
+        return self._claims_map[_STAY_AT : _STAY_AT + length].decode(errors="replace") if length else ""
+
     def close_fds(self) -> None:
         """Close the descriptors, once the worker and its zygote have received theirs."""
         # Clear the attribute first, so that a second call closes nothing.
@@ -727,6 +743,14 @@ class WorkerPage:
         self.counters.release()
         self._state_map.close()
         self._count_map.close()
+
+
+def show_why_stays(counters: memoryview, reason: str) -> None:
+    """Show on the claims page why the session can't leave its process; "" if it can. Cut at 256 bytes."""
+    text = reason.encode(errors="replace")[:MAX_STAY_BYTES]
+    with counters.cast("B") as claims:
+        claims[_STAY_AT : _STAY_AT + len(text)] = text
+    counters[_STAY_LENGTH] = len(text)
 
 
 _U64: Final = struct.Struct("=Q")

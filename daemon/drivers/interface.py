@@ -657,6 +657,12 @@ class Context(Protocol):
         Returns the end that fills the ring. Nothing may use the pages until it is over or settled.
         """
 
+    def why_stays(self) -> str:
+        """Return why another process could not have this context's state; "" if one could. It need not be parked.
+
+        Calls no driver function, so `parked_state` may find reasons that this does not.
+        """
+
     def parked_state(self) -> bytes:
         """Return the state of what is parked or lent, for `adopt_parked`.
 

@@ -708,6 +708,14 @@ class SessionsUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class StayClaimed:
+    """A worker claims that its session can't leave its process, for a reason; "" if it can."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The daemon is stopping: it grants no acquire, and every lease ends."""
 
@@ -783,6 +791,7 @@ Event = (
     | SessionStays
     | MoveRequested
     | SessionsUsed
+    | StayClaimed
     | ParkTimerFired
     | ShutdownRequested
 )

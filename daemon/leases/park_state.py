@@ -92,10 +92,11 @@ class ParkSnapshot(NamedTuple):
         is_awaited: Whether an operation of its tenant waits for its return.
         parks: Number of times that it was parked under this daemon.
         idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
-        stays_here: Why it can't leave its process; "" if it can, or before the first attempt.
+        stays_here: Why it did not leave its process in its last park; "" if it did, or did not try.
         is_moving: Whether it is being moved to another card.
         last_move: Why the bytes of its last move went through the host's memory; "" if they went directly to the other
             card; None before its first move under this daemon.
+        warm_only: Why it can only be parked warm, also while it is on its card; "" if it can be parked cold.
     """
 
     phase: ParkPhase
@@ -111,6 +112,7 @@ class ParkSnapshot(NamedTuple):
     stays_here: str = ""
     is_moving: bool = False
     last_move: str | None = None
+    warm_only: str = ""
 
 
 @dataclass(slots=True)
@@ -146,6 +148,7 @@ class ParkState:
         is_in_place: Whether it is parked for a direct move, with its bytes in its worker, or in the one set aside.
         direct_failure: Why its last direct move failed; "" if none has, or if it has moved since then.
         misfit: Why other workers could not continue it, so that its former one took it back; "" if one has since then.
+        claimed_stay: Why, as its worker claims, it can't leave its process; "" if it can.
         last_move: As in ParkSnapshot.
         refusal: If its next worker adopts it only to refuse the waiting operations, the reason that they get; "" if it
           really returns.
@@ -181,6 +184,7 @@ class ParkState:
     is_in_place: bool = False
     direct_failure: str = ""
     misfit: str = ""
+    claimed_stay: str = ""
     last_move: str | None = None
 
     @property
@@ -236,4 +240,5 @@ class ParkState:
             self.stays_here,
             self.move is not None and bool(self.move.card_uuid) and not self.move.from_version,
             self.last_move,
+            self.misfit or (self.stays_here if self.is_off else "") or self.claimed_stay,
         )

@@ -148,6 +148,10 @@ class ParkingViews:
         """Return the host memory that is held for sessions, and its maximum."""
         return self._store.parked_host_bytes, self._store.limits.park_memory_bytes
 
+    def leases(self) -> tuple[int, ...]:
+        """Return all live parkable leases."""
+        return tuple(self._store.parkable)
+
     def watched(self) -> tuple[int, ...]:
         """Return the leases with sessions that are on a card and may leave it, so that their use must be observed."""
         return tuple(lease.lease_id for lease in self._store.parkable.values() if _is_resident(lease))
@@ -628,6 +632,12 @@ class Parking(ParkingViews):
                 # Timers are not moved here: one that fires too early is armed again for the later time.
                 lease.park.used_ns = max(lease.park.used_ns, now_ns)
 
+    def on_stay_claimed(self, event: events.StayClaimed, _now_ns: int, _effects: list[Effect]) -> None:
+        """Record what keeps a session in its process, as its worker claims. Requests to move it are tried anyway."""
+        lease = self._store.parkable.get(event.lease_id)
+        if lease is not None and lease.park is not None:
+            lease.park.claimed_stay = event.reason
+
     def on_timer(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Park a session that was idle for long enough, or answer requests that have waited too long for a park."""
         state = lease.park
@@ -784,7 +794,9 @@ class Parking(ParkingViews):
 
     def _may_move(self, lease: Lease, now_ns: int) -> bool:
         state = lease.park
-        if state is None or not _is_resident(lease) or state.move is not None or state.stays_here:
+        if state is None or not _is_resident(lease) or state.move is not None:
+            return False
+        if state.stays_here or state.claimed_stay:
             return False
         return max(self._parkable_from_ns(lease), state.need_move_ns) <= now_ns
 

@@ -174,6 +174,7 @@ class LeaseTable:
             events.SessionStays: self._cold.on_stays,
             events.MoveRequested: self._unless_deferred(self._cold.on_move_requested),
             events.SessionsUsed: self.parking.on_used,
+            events.StayClaimed: self.parking.on_stay_claimed,
             events.ParkTimerFired: lambda *_: self.parking.on_park_timer(),
         }
 

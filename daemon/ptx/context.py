@@ -414,6 +414,10 @@ class CpuContext:
     def lend_ring(self, ring: CopyRing) -> RingEnd:
         return self._parked.lend_ring(ring)
 
+    def why_stays(self) -> str:
+        """Return "": any process of this driver can have this context's state (`Context.why_stays`)."""
+        return ""
+
     def parked_state(self) -> bytes:
         """Return the place of every allocation, without the events' stamps (`Context.parked_state`)."""
         # Events keep their times when the session leaves, and the next event creates other stamps.

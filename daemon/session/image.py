@@ -74,8 +74,14 @@ class SessionParts:
             raise CantLeave("objects of an ended connection are not released yet", is_lasting=False)
         if self.regions.is_busy:
             raise CantLeave("one of its regions is being opened or ended", is_lasting=False)
+        if why := self.why_stays():
+            raise CantLeave(why, is_lasting=True)
+
+    def why_stays(self) -> str:
+        """Return the object because of which no other process could continue the session; "" if one could."""
         if self.graphs.recorded() is None:
-            raise CantLeave("it has a graph that uses something that no longer exists", is_lasting=True)
+            return "it has a graph that uses something that no longer exists"
+        return self.resources.context.why_stays()
 
     def export(
         self,

@@ -48,6 +48,8 @@ class SessionResources:
         is_parked: Whether the session's bytes are in host memory. Then only the calls that the interface allows may use
           the context.
         shows_pages: Whether the broker must know how many bytes a park would move.
+        has_changed: Whether a parkable session may have got or lost something that keeps it in its process. The server
+          resets it.
         keep_fault: Called with a kernel's fault that a call outside a tenant's request met; it is reported to the
           tenant.
         admit_work: Waits until the time limits admit an operation's work, and counts it as outstanding. For operations
@@ -67,6 +69,7 @@ class SessionResources:
     is_parked: bool = False
     is_in_place: bool = False
     shows_pages: bool = False
+    has_changed: bool = False
     check_sync: Callable[[], None] = keep_waiting
     keep_fault: Callable[[KernelFault], None] = lambda _fault: None
     admit_work: Callable[[int], None] = lambda _kind: None
@@ -94,6 +97,7 @@ class SessionResources:
             self.counters[_MOST_ALLOCATED_BYTES] = charged
         if self.shows_pages:
             self.counters[_PAGES_BYTES] = self.context.pages_bytes
+            self.has_changed = True
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

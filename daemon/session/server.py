@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.contract.control_page import MAX_CONNECTIONS, PageFds
+from gpulease.daemon.contract.control_page import MAX_CONNECTIONS, PageFds, show_why_stays
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
@@ -116,6 +116,9 @@ tenants open their session as soon as they have the lease, and so within a milli
 RETRY_MS: Final = 10
 """Longest sleep while messages about regions wait for room in the broker's socket."""
 
+SHOW_AGAIN_MS: Final = 250
+"""Time between two checks of what keeps a session in its process, so that requests do not wait for a check each."""
+
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
@@ -168,6 +171,8 @@ class SessionServer:
         # that have to wait for the session's return.
         self._held: set[int] = set()
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
+        # When what keeps the session in its process was last checked, on time.monotonic_ns().
+        self._shown_ns = 0
         # Whether the worker may poll instead of sleeping, and until when it does so now, on time.monotonic_ns().
         self._may_poll = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
         self._poll_until_ns = 0
@@ -206,8 +211,8 @@ class SessionServer:
                     self._ready.add(connection.fd)
             # Step 3: sleep, or only poll if there is work. An idle session prepares for a park before it sleeps.
             if not (self._ready or self._received) or self._session.parking.is_releasing:
-                pause_ms = self._session.parking.prepare(served_ns)
-                timeout_ms = timeout_ms if pause_ms is None else min(timeout_ms, pause_ms)
+                for pause_ms in (self._session.parking.prepare(served_ns), self._show_why_stays()):
+                    timeout_ms = timeout_ms if pause_ms is None else min(timeout_ms, pause_ms)
             ready_fds = {fd for fd, _ in self._await_events(timeout_ms)}
             self._session.pacer.poll()
             for connection in awake:
@@ -575,16 +580,35 @@ class SessionServer:
 
         Raises CantLeave for a connection that another process can't serve.
         """
-        if connection.guest is not None:
-            raise CantLeave("a client is connected to it with a token", is_lasting=True)
+        if why := _why_connection_stays(connection):
+            raise CantLeave(why, is_lasting=True)
         connection.wire.end_sleep(True)
         is_empty = connection.wire.prepare_sleep(for_room=False) and not _has_event(connection.sock)
         is_quiet = is_empty and not connection.receive_buffer.is_mid_frame
         if connection.is_paused or not (is_quiet or carries):
             raise CantLeave("a client has sent a request, or has disconnected", is_lasting=False)
-        if isinstance(connection.wire, RingWire) and connection.wire.fd < 0:
-            raise CantLeave("a client has a ring that can't be passed on", is_lasting=True)
         return is_quiet
+
+    def _count_connections(self) -> None:
+        self._session.count_connections(len(self._connections))
+        resources = self._session.parts.resources
+        resources.has_changed = resources.shows_pages
+
+    def _show_why_stays(self) -> int | None:
+        """Show the broker what keeps the session in its process, if that may have changed.
+
+        Returns the number of milliseconds after which to call this again; None if not before another request.
+        """
+        resources = self._session.parts.resources
+        if not resources.has_changed:
+            return None
+        now_ns = time.monotonic_ns()
+        if (wait_ns := self._shown_ns + SHOW_AGAIN_MS * NS_PER_MS - now_ns) > 0:
+            return -(-wait_ns // NS_PER_MS)
+        self._shown_ns, resources.has_changed = now_ns, False
+        by_clients = filter(None, map(_why_connection_stays, self._connections.values()))
+        show_why_stays(resources.counters, next(by_clients, "") or self._session.parts.why_stays())
+        return None
 
     def _stay(self) -> None:
         """Serve the connections again, because no worker adopts the session's image."""
@@ -745,7 +769,7 @@ class SessionServer:
         connection.holder = self._session.begin_connection(attach.client_pid, owns=attach.owns)
         try:
             self._connections[connection.fd] = connection
-            self._session.count_connections(len(self._connections))
+            self._count_connections()
             self._poll.register(sock, select.POLLIN)
             self._set_waits()
             self._send_attach_reply(connection, attach)
@@ -1050,11 +1074,20 @@ class SessionServer:
             else:
                 self._poll.unregister(connection.fd)
             self._set_waits()
-            self._session.count_connections(len(self._connections))
+            self._count_connections()
             self._session.end_connection(connection.streams, connection.holder, is_last=not self._connections)
             self._has_reported_left = bool(self._connections)
         connection.receive_buffer.close()
         connection.wire.close()
+
+
+def _why_connection_stays(connection: AttachedConnection) -> str:
+    """Return why another process could not serve a connection; "" if one could."""
+    if connection.guest is not None:
+        return "a client is connected to it with a token"
+    if isinstance(connection.wire, RingWire) and connection.wire.fd < 0:
+        return "a client has a ring that can't be passed on"
+    return ""
 
 
 def _state_of(connection: AttachedConnection, events: tuple[tuple[int, int], ...]) -> ConnectionState:

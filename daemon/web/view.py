@@ -209,6 +209,9 @@ def _slice(
         parked_ms = park["parked_for_ms"]
         fields["park"] = park["phase"]
         fields["parked_for_s"] = None if parked_ms is None else _rounded(parked_ms / MS_PER_S + age_s)
+        # Only an operator sees the reason, because it describes the tenant's session.
+        warm_only = park.get("warm_only") or ""
+        fields |= {"is_warm_only": bool(warm_only)} | ({"warm_only": warm_only} if is_named else {})
     # An id gives no access to a lease, but with it a local user could follow a tenant.
     if is_named:
         fields["lease_id"] = lease["lease_id"]

@@ -36,6 +36,7 @@ from gpulease.daemon.leases import (
     SessionReturnFailed,
     SessionStays,
     SessionsUsed,
+    StayClaimed,
     StaySession,
     WatchClients,
 )
@@ -88,7 +89,9 @@ class ParkOrders:
         self._stays: set[int] = set()
         # The counters of each watched session, as of the last poll.
         self._uses: dict[int, tuple[int, ...]] = {}
-        self._rounds = PeriodicTask(self._poll_uses, USE_ROUND_S, self._on_fault)
+        # What each worker claims to keep its session in its process, as of the last poll; none without a reason.
+        self._stays_claimed: dict[int, str] = {}
+        self._rounds = PeriodicTask(self._poll_claims, USE_ROUND_S, self._on_fault)
 
     def start(self) -> None:
         """From now on poll which sessions are used. Later calls do nothing."""
@@ -234,9 +237,13 @@ class ParkOrders:
                 self._workers.images.stay(lease_id, self._workers.worker(lease_id))
                 self._post(SessionStays(lease_id, message.number, reason, message.is_lasting))
 
-    # --- use ---
+    # --- claims on the workers' pages ---
 
-    async def _poll_uses(self) -> None:
+    async def _poll_claims(self) -> None:
+        self._poll_uses()
+        self._poll_stays()
+
+    def _poll_uses(self) -> None:
         used: list[int] = []
         uses: dict[int, tuple[int, ...]] = {}
         for lease_id in self._table.parking.watched():
@@ -251,5 +258,16 @@ class ParkOrders:
         if used:
             self._post(SessionsUsed(tuple(used)))
 
+    def _poll_stays(self) -> None:
+        reasons: dict[int, str] = {}
+        for lease_id in self._table.parking.leases():
+            worker = self._workers.worker(lease_id)
+            if worker is not None and (reason := worker.page.why_stays()):
+                reasons[lease_id] = reason
+        former, self._stays_claimed = self._stays_claimed, reasons
+        for lease_id in former.keys() | reasons.keys():
+            if (reason := reasons.get(lease_id, "")) != former.get(lease_id, ""):
+                self._post(StayClaimed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
+
     def _on_fault(self, error: Exception) -> None:
-        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="polling who uses its session")
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="polling what workers claim of their sessions")

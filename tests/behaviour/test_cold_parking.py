@@ -231,6 +231,33 @@ def chase(session: GpuSession, module: Any, region: Any, regions: Any) -> None:
     session.sync()
 
 
+def test_what_keeps_a_session_in_its_process_shows_while_it_is_used_and_after_a_kill(lasting: LastingDaemon) -> None:
+    with parkable(lasting.address) as held, GpuSession(held) as session:
+
+        def warm_only() -> str:
+            return str(row(lasting.address, held)["park"]["warm_only"])
+
+        buffer = session.mem_alloc(64)
+        with session.record() as graph:
+            session.mem_write(buffer, 0, b"graph")
+        graph.launch()
+        session.mem_free(buffer)
+        session.sync()
+        wait_until(lambda: "no longer exists" in warm_only(), "the reason shows although nobody has moved the session")
+        lasting.restart()
+        wait_until(lambda: "no longer exists" in warm_only(), "the next broker shows it, too")
+        listed = CliRunner(env={ADDRESS_VARIABLE: lasting.address, "COLUMNS": "250"}).invoke(main, ["leases"]).stdout
+        assert "active (warm only)" in listed
+        assert "something that no longer exists" in listed
+        with pytest.raises(Unsupported, match="no longer exists"):
+            move(lasting.address, held, None)
+        assert "no longer exists" in warm_only(), "parked warm"
+        graph.close()
+        session.sync()
+        wait_until(lambda: not warm_only(), "nothing keeps it any more")
+        chill(lasting.address, held)
+
+
 def replay(session: GpuSession, graph: Any) -> None:
     graph.launch()
     session.sync()

@@ -502,13 +502,16 @@ class CudaContext:
         """Lend all pages through a ring (mapped_pages.py)."""
         return self._pages.fill_ring(ring)
 
+    def why_stays(self) -> str:
+        if self._has_system_calls:
+            return "a module calls malloc, free or assert, and their heap and state belong to the context"
+        return self._history.why_elsewhere() or self._regions.why_stays()
+
     def parked_state(self) -> bytes:
         """Return a record of the parked or lent memory, and the bytes of modules' variables, still on the card."""
         if self._slice is None or not (self._pages.is_parked or self._pages.is_lent):
             raise DriverError("it is not parked")
-        if self._has_system_calls:
-            raise DriverError("a module calls malloc, free or assert, and their heap and state belong to the context")
-        if why := self._history.why_elsewhere():
+        if why := self.why_stays():
             raise DriverError(why)
         variables = [place for module in self._modules for place in module.variables()]
         size_bytes = sum(size for _, size in variables)

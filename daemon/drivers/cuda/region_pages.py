@@ -189,6 +189,12 @@ class CudaRegions:
             if not region.is_ending
         }
 
+    def why_stays(self) -> str:
+        """Return why another process could not give regions the same addresses; "" if it could."""
+        if self.reserved_bytes and not self._is_in_range:
+            return "its regions have used up the addresses that another process could give them"
+        return ""
+
     def state(self) -> tuple[Any, ...] | None:
         """Return all parked regions, for `adopt` in another process; None if no region was ever opened.
 
@@ -196,8 +202,8 @@ class CudaRegions:
         """
         if not self.reserved_bytes:
             return None
-        if not self._is_in_range:
-            raise DriverError("its regions have used up the addresses that another process could give them")
+        if why := self.why_stays():
+            raise DriverError(why)
         if any(region.is_ending != region.is_ended for region in self._regions.values()):
             raise DriverError("one of its regions could not be ended")
         # A region's pieces lie one after another in the host memory, because they were taken one after another.

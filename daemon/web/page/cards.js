@@ -175,7 +175,7 @@ function drawRow(row, slice, isWanted) {
   say(at(".used"), slice.allocated_bytes === null ? "–" : size(slice.allocated_bytes));
   say(at(".word"), stateOf(slice));
   dress(at(".word"), "word", `is-${slice.state}`, ...(slice.orphaned_in_s != null ? ["is-orphaned"] : []));
-  at(".word").title = slice.reason ?? "";
+  at(".word").title = slice.reason || (slice.warm_only ? `can only be parked warm: ${slice.warm_only}` : "");
   const launches = slice.state === "fenced" ? null : slice.launches_per_s ?? null;
   say(at(".launches"), launches === null ? "" : rate(launches));
   say(at(".gpu-time"), slice.gpu_s == null ? "" : span(slice.gpu_s));

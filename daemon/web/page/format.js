@@ -30,8 +30,9 @@ export function stateOf(slice) {
   if (slice.state === "pending") return "starting";
   if (slice.state === "draining") return slice.cause ? `ending, ${spaced(slice.cause)}` : "ending";
   if (slice.orphaned_in_s != null) return `orphaned, ends in ${span(slice.orphaned_in_s)}`;
-  if (slice.parked_for_s != null) return `parked for ${span(slice.parked_for_s)}`;
-  return slice.phase === "warning" ? "active, warned" : "active";
+  const warmOnly = slice.is_warm_only ? ", warm only" : "";
+  if (slice.parked_for_s != null) return `parked for ${span(slice.parked_for_s)}${warmOnly}`;
+  return `${slice.phase === "warning" ? "active, warned" : "active"}${warmOnly}`;
 }
 
 /** Returns the words for a lease's change; its end is one event. */

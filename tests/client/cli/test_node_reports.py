@@ -67,3 +67,20 @@ def test_each_check_has_a_result_and_a_reason_where_it_is_not_met(shown: Callabl
         ["cards", "ok", "-"],
         ["memory", "FAILS", "it is full"],
     ]
+
+
+def test_sessions_that_can_only_be_parked_warm_show_in_use_and_parked(shown: Callable[..., list[str]]) -> None:
+    resident, reason = {"phase": "resident", "depth": "warm", "warm_only": ""}, "a module calls malloc"
+    parks = [
+        resident,
+        resident | {"warm_only": reason},
+        resident | {"phase": "parked", "parked_for_ms": 12_000, "warm_only": reason},
+        # An older daemon sends the reason only after an attempt.
+        {"phase": "parked", "depth": "warm", "stays_here": "it has a graph"},
+        None,
+    ]
+    lines = shown("leases", answer=Report([lease(at, "ann", park=park) for at, park in enumerate(parks)]))
+    states = ["", " (warm only)", " (parked 12.0 s, warm only)", " (parked, warm only)", ""]
+    assert all(f"active{state} " in line for state, line in zip(states, lines[1:6], strict=True))
+    head = next(at for at, line in enumerate(lines) if "can only be parked warm" in line)
+    assert [line.split(maxsplit=1)[1] for line in lines[head + 1 :]] == [reason, reason, "it has a graph"]

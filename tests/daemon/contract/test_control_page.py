@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.daemon.contract.control_page import (
+    MAX_STAY_BYTES,
     PAGE_BYTES,
     BrokerPage,
     Counter,
@@ -20,6 +21,7 @@ from gpulease.daemon.contract.control_page import (
     for_worker,
     latency_memory,
     sealed_memory,
+    show_why_stays,
     state_of,
 )
 from gpulease.daemon.leases import Cause
@@ -224,3 +226,17 @@ def test_what_a_worker_is_given_of_the_leases_page_is_to_be_read(broker: BrokerP
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def test_a_worker_shows_why_its_session_stays_and_whatever_it_writes_is_read_in_bounds(
+    broker: BrokerPage, worker: WorkerPage
+) -> None:
+    assert broker.why_stays() == ""
+    worker.show_connection(1, 7)
+    for reason in ("a module calls malloc", "short", "", "\u00e9" * MAX_STAY_BYTES):
+        show_why_stays(worker.counters, reason)
+        assert broker.why_stays() == reason[: MAX_STAY_BYTES // 2 if reason.startswith("\u00e9") else None]
+    assert [shown.pid for shown in broker.connections()] == [7]
+    # A length that no worker of ours writes.
+    worker.counters[128] = FAR
+    assert len(broker.why_stays()) <= MAX_STAY_BYTES

@@ -14,6 +14,7 @@ from gpulease.daemon.leases import (
     SessionParked,
     SessionReturned,
     SessionStays,
+    StayClaimed,
     WorkerReady,
 )
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
@@ -58,6 +59,15 @@ def test_an_acquire_that_fits_nowhere_has_an_idle_session_moved() -> None:
     s.do(WorkerReady(2))
     assert one(s.do(SessionReturned(2, number, 30)), LeaseMoved).from_uuid == "GPU-a"
     assert s.lease(2).card_uuid == "GPU-b"
+
+
+def test_a_session_that_can_not_leave_its_worker_is_parked() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    s.do(StayClaimed(1, "a module calls malloc"))
+    s.at(2)
+    assert orders(list(s.acquire(3, 150, wait_ms=9000))) == [1]
+    assert state_of(s, 1).move is None
 
 
 def test_without_the_setting_it_is_parked() -> None:

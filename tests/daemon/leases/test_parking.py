@@ -67,6 +67,7 @@ from gpulease.daemon.leases import (
     SessionsUsed,
     SpawnSubmit,
     SpawnWorker,
+    StayClaimed,
     SubmitRequested,
     TenantRulesChanged,
     TimerFired,
@@ -1186,3 +1187,29 @@ def test_a_tenants_cards_that_change_during_a_move_stop_it() -> None:
     s.do(TenantRulesChanged(rules))
     assert denied(s.do(SessionImaged(1, number, 20))).reason is DenialReason.LIMIT
     assert s.lease(1).card_uuid == "GPU-a"
+
+
+def test_what_keeps_a_session_in_its_worker_shows_on_its_card_and_parked() -> None:
+    s = scenario()
+    s.active(1, 20, park_idle_ms=0)
+
+    def warm_only() -> str:
+        shown = s.table.parking.of(1)
+        assert shown is not None
+        return shown.warm_only
+
+    assert warm_only() == ""
+    assert s.do(StayClaimed(1, "it has a graph")) == []
+    assert warm_only() == "it has a graph"
+    parked(s, 1)
+    assert warm_only() == "it has a graph"
+    # The claim is only what the worker says: an attempt to leave decides.
+    effects = s.do(MoveRequested(7, 1, "root", None, is_operator=True))
+    s.do(SessionStays(1, one(effects, LeaveSession).number, "it calls malloc", is_lasting=True))
+    assert warm_only() == "it calls malloc"
+    s.do(StayClaimed(1, ""))
+    assert warm_only() == "it calls malloc"
+    s.do(ReturnWanted(1, number_of(s, 1)))
+    s.do(SessionReturned(1, number_of(s, 1), 20))
+    assert warm_only() == "", "its worker says that nothing keeps it"
+    s.do(StayClaimed(9, "of no lease"))

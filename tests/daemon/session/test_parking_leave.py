@@ -89,6 +89,7 @@ def test_a_region_that_opens_or_ends_keeps_the_session_for_the_moment() -> None:
     regions: Any = SimpleNamespace(is_busy=True)
     parts: Any = dict.fromkeys(SessionParts.__dataclass_fields__)
     parts |= {"regions": regions, "ended": SimpleNamespace(has_any=False), "graphs": SimpleNamespace(recorded=list)}
+    parts |= {"resources": SimpleNamespace(context=SimpleNamespace(why_stays=str))}
     with pytest.raises(CantLeave, match="opened or ended") as refusal:
         SessionParts(**parts).check()
     assert not refusal.value.is_lasting

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.contract.control_page import SESSION_USES, Counter, sealed_memory
+from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.messages import (
+    AttachOrder,
     CopyAheadOrder,
     EndRegionOrder,
     EndSession,
@@ -44,16 +46,31 @@ from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, Page
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.parked_memory import ParkedMemory
-from gpulease.daemon.session import connection
+from gpulease.daemon.session import connection, server
 from gpulease.daemon.session.connection import AttachedConnection
 from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.daemon.session.image_channel import ReceivedImage
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
+from gpulease.protocol.messages import (
+    Body,
+    Data,
+    Empty,
+    GraphCreate,
+    GraphNode,
+    Handle,
+    Launch,
+    MemAlloc,
+    MemRead,
+    MemWrite,
+    ModuleLoad,
+    Ping,
+)
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.session_words import RegionWord
-from helpers.kernels import TRANSFORM
+from helpers.kernels import TRANSFORM, packed_scale_args
 from helpers.pointers import POINTERS
 from helpers.server_rig import LIMIT_S, REGION, SLICE, Tenant, Worker, worker
 from helpers.session_rig import MINUTE_NS
@@ -1126,3 +1143,48 @@ def test_a_session_that_is_parked_all_the_time_computes_right(ring: bool, seed: 
         assert broker.parks >= STORM_PARKS
         for handle, expected in model.items():
             assert made.read(handle, 0, len(expected)) == expected
+
+
+def test_the_page_says_what_keeps_a_session_in_its_process_as_soon_as_it_does() -> None:
+    with worker(is_parkable=True) as (made, _):
+        module, handle = made.load(TRANSFORM), made.alloc(4096)
+        launch = Launch(module, "bias", 1, 1, 1, 4, 1, 1, 0, *packed_scale_args(handle, 4, 1.0))
+        nodes = (GraphNode(Opcode.LAUNCH, build_body(launch)),)
+        graph = made.ask(Opcode.GRAPH_CREATE, GraphCreate(nodes, (handle,), (), ()))
+        assert isinstance(graph, Handle), graph
+        assert made.page.why_stays() == ""
+        made.ask(Opcode.MEM_FREE, Handle(handle))
+        # No request and no order follows.
+        wait_until(lambda: "no longer exists" in made.page.why_stays(), "the session in use shows its reason")
+        made.give_memory(MEMORY)
+        made.park()
+        assert "no longer exists" in made.page.why_stays()
+        made.bring_back()
+        made.ask(Opcode.GRAPH_DESTROY, Handle(graph.handle))
+        wait_until(lambda: not made.page.why_stays(), "nothing keeps it any more")
+
+
+def test_a_client_with_a_token_keeps_a_session_in_its_process_while_it_is_connected() -> None:
+    with worker(is_parkable=True, is_shared=True) as (made, _):
+        near, far = socket.socketpair()
+        guest = Guest(Permission.MEM_READ, time.monotonic_ns() + MINUTE_NS, 1, 1)
+        made.say(AttachOrder(1, b"", ring=False, arena_bytes=0, guest=guest), far.fileno())
+        far.close()
+        wait_until(lambda: "with a token" in made.page.why_stays(), "the client is shown")
+        near.close()
+        wait_until(lambda: not made.page.why_stays(), "the client is gone")
+
+
+def test_a_session_that_allocates_all_the_time_seldom_checks_what_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[None] = []
+
+    def check(_: CpuContext) -> str:
+        checks.append(None)
+        return ""
+
+    monkeypatch.setattr(CpuContext, "why_stays", check)
+    monkeypatch.setattr(server, "SHOW_AGAIN_MS", 3_600_000)
+    with worker(is_parkable=True) as (made, _):
+        for _ in range(50):
+            made.ask(Opcode.MEM_FREE, Handle(made.alloc(64)))
+    assert len(checks) <= 1

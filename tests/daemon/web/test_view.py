@@ -125,3 +125,12 @@ def test_pseudonyms_are_the_secrets() -> None:
     assert NAMES.of_lease("1") != others.of_lease("1")
     assert NAMES.of_tenant("1").removeprefix("tenant ") not in NAMES.of_lease("1")
     assert NAMES.of_tenant("\ud800")
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_session_that_can_only_be_parked_warm_shows_and_operators_see_why(is_named: bool) -> None:
+    park = {"phase": "resident", "parked_for_ms": None}
+    leases = (lease(1, "ann", park=park | {"warm_only": "a module calls malloc"}), lease(2, "ann", park=park))
+    view = view_of(snapshot(*leases), NAMES, 100.0, is_named=is_named)
+    assert [one["is_warm_only"] for one in view["cards"][0]["slices"]] == [True, False]
+    assert ("calls malloc" in json.dumps(view)) is is_named
