@@ -59,6 +59,8 @@ The claims page, by byte offset:
      176  1 if the worker keeps this account of time and obeys the limits; 0 from an older worker
      184  times at which the last finished busy interval began and ended, in two words, ns
      200  what the worker says about a session that moves between workers, see `Transfer`
+     208  copies ahead that were discarded because the session was used
+     216  bytes of these copies
      512  for each of 16 connections, three words: its number in the session, 0 for none; its process's id, 0 if
           unknown; the bytes that it holds
     1024  length of the reason why the session can't leave its process; 0 if it can
@@ -209,6 +211,8 @@ class Counter(IntEnum):
     LAST_BUSY_FROM_NS = 23
     LAST_BUSY_UNTIL_NS = 24
     TRANSFER = 25
+    AHEAD_DISCARDED = 26
+    AHEAD_DISCARDED_BYTES = 27
 
 
 class Transfer(IntEnum):
@@ -232,6 +236,8 @@ SESSION_TOTALS: Final = (
     Counter.COPIED_BYTES,
     Counter.OPS,
     Counter.FAILED_OPS,
+    Counter.AHEAD_DISCARDED,
+    Counter.AHEAD_DISCARDED_BYTES,
 )
 """Counters that only grow during a session's life. Metrics add them up."""
 

@@ -695,6 +695,7 @@ class ParkedReport(Message):
         released_ns: Time to unmap and release the pages.
         kept_bytes: Bytes charged to the slice that stay on the card: modules, kernels' local memory, streams, graphs.
         in_place: Whether all bytes stay on the card, as ordered.
+        ahead_bytes: Bytes of `moved_bytes` that were copied before the order.
     """
 
     OP: ClassVar[str] = "parked"
@@ -706,6 +707,7 @@ class ParkedReport(Message):
     released_ns: Annotated[int, U64.named("released")]
     kept_bytes: Annotated[int, U64.named("kept")] = 0
     in_place: Annotated[bool, FLAG] = False
+    ahead_bytes: Annotated[int, U64.named("ahead")] = 0
 
 
 @dataclass(frozen=True, slots=True)

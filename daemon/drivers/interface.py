@@ -605,6 +605,10 @@ class Context(Protocol):
             DriverError: Call `forget_ahead`.
         """
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that `copy_ahead` has begun to copy, and that `park` would not copy again."""
+
     def forget_ahead(self) -> None:
         """Forget what `copy_ahead` has copied. Afterwards the context writes nothing to that host memory.
 

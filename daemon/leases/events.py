@@ -603,6 +603,7 @@ class SessionParked:
         moved_bytes: Bytes that were copied.
         kept_bytes: Bytes of the slice that stay on the card, such as code.
         is_in_place: Whether all bytes stay on the card, as ordered; then `moved_bytes` are those that will move.
+        ahead_bytes: Bytes of `moved_bytes` that were copied before the order.
     """
 
     lease_id: int
@@ -610,6 +611,7 @@ class SessionParked:
     moved_bytes: int
     kept_bytes: int = 0
     is_in_place: bool = False
+    ahead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -1238,12 +1240,14 @@ class LeaseParked:
 
     Attributes:
         took_ns: Time from the order to the proof.
+        ahead_bytes: Bytes of `moved_bytes` that were copied before the order, while the session was idle.
     """
 
     lease: LeaseSnapshot
     cause: ParkCause
     moved_bytes: int
     took_ns: int
+    ahead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

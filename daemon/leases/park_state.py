@@ -132,6 +132,7 @@ class ParkState:
         off_bytes: Bytes of the lease's charge that are released to the card: more than 0 only while PARKED, or while
           RETURNING only so that a worker can refuse the waiting operations (`refusal`). If COLD, the whole charge.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
+        ahead_bytes: Bytes of the last park that were copied ahead of it.
         requests: Park requests to answer once it is parked.
         is_repeated: Whether it is being parked again for requests whose first park ended early because an operation
             needed the session.
@@ -167,6 +168,7 @@ class ParkState:
     kept_bytes: int = 0
     host_bytes: int = 0
     moved_bytes: int = 0
+    ahead_bytes: int = 0
     is_awaited: bool = False
     parks: int = 0
     requests: list[int] = field(default_factory=list)

@@ -361,7 +361,7 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None:
             return
         state = lease.park
-        state.moved_bytes = event.moved_bytes
+        state.moved_bytes, state.ahead_bytes = event.moved_bytes, event.ahead_bytes
         if (move := state.move) is not None and move.keeps_pages:
             if event.is_in_place:
                 self._park_in_place(lease, state, now_ns, effects)
@@ -399,7 +399,8 @@ class Parking(ParkingViews):
             state.parked_ns = now_ns
             state.parks += 1
             cause = state.cause or ParkCause.TENANT
-            effects.append(LeaseParked(lease.snapshot(), cause, state.moved_bytes, now_ns - state.ordered_ns))
+            took_ns = now_ns - state.ordered_ns
+            effects.append(LeaseParked(lease.snapshot(), cause, state.moved_bytes, took_ns, state.ahead_bytes))
         for request in state.requests:
             effects.append(SessionParkDone(request, lease.snapshot(), state.moved_bytes))
         state.requests.clear()

@@ -390,6 +390,10 @@ class CpuContext:
         """Copy one step, complete on return (`Context.copy_ahead`)."""
         return self._parked.copy_ahead(host, end)
 
+    @property
+    def ahead_bytes(self) -> int:
+        return self._parked.ahead_bytes
+
     def forget_ahead(self) -> None:
         self._parked.forget_ahead()
 

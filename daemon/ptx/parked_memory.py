@@ -106,6 +106,13 @@ class ParkedMemory:
             self._ahead = _CopyAhead(host, places, deque(_steps_of(places)))
         return self._ahead
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that are copied ahead, of what is where it was then."""
+        if self._ahead is None or self._ahead.places != self._places():
+            return 0
+        return self.moved_bytes - sum(size for _, _, size in self._ahead.steps)
+
     def forget_ahead(self) -> None:
         self._ahead = None
 

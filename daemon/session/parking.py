@@ -293,6 +293,8 @@ class SessionParking:
         # Whether to copy ahead; and the counts of uses when that copy began, None if there is no copy.
         self._copies_ahead = False
         self._ahead_uses: tuple[int, ...] | None = None
+        # The bytes that were copied ahead, until they are parked or counted as discarded.
+        self._ahead_bytes = 0
         self._report: ParkedReport | None = None
         # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
@@ -355,6 +357,9 @@ class SessionParking:
 
         Returns the number of milliseconds that the worker may sleep; None if there is nothing to prepare.
         """
+        # A copy that is void is dropped with the next order, and counted now.
+        if self._ahead_bytes and self._ahead_uses != self._uses():
+            self._count_discarded()
         now_ns = time.monotonic_ns()
         wait_ms = -((now_ns - served_ns - IDLE_NS) // NS_PER_MS)
         if self._dropped:
@@ -411,6 +416,10 @@ class SessionParking:
                 raise _StillRuns
             self._resources.check_lease()
             is_whole = context.copy_ahead(memory.view, memory.prepared_bytes)
+            # If memory was taken or released, the context has begun again.
+            if (copied_bytes := context.ahead_bytes) < self._ahead_bytes:
+                self._count_discarded()
+            self._ahead_bytes = copied_bytes
         except (_StillRuns, LeaseOver, DriverError) as error:
             self._forget_ahead()
             if isinstance(error, KernelFault):
@@ -428,9 +437,16 @@ class SessionParking:
     def _forget_ahead(self) -> None:
         self._copies_ahead = False
         self._ahead_uses = None
+        self._count_discarded()
         # If the driver fails here, the context is lost, and the next request reports that.
         with contextlib.suppress(DriverError):
             self._context.forget_ahead()
+
+    def _count_discarded(self) -> None:
+        if self._ahead_bytes:
+            self._counters[Counter.AHEAD_DISCARDED] += 1
+            self._counters[Counter.AHEAD_DISCARDED_BYTES] += self._ahead_bytes
+            self._ahead_bytes = 0
 
     # --- park and return ---
 
@@ -485,15 +501,24 @@ class SessionParking:
             kept_bytes = self._resources.ledger.fixed_bytes
             return ParkedReport(order.number, context.pages_bytes, 0, waited_ns, 0, 0, kept_bytes, in_place=True)
         # Step 3: move the bytes. The broker compares them with the driver's free memory before and after.
-        before_bytes = context.free_bytes()
+        before_bytes, ahead_bytes = context.free_bytes(), context.ahead_bytes
         try:
             moved = context.park(memory.view, memory.ready, self._resources.check_lease)
+            # If the context had begun again by itself, the earlier copy was in vain.
+            self._ahead_bytes = max(0, self._ahead_bytes - ahead_bytes)
         finally:
             self._forget_ahead()
         shown_bytes = context.free_bytes() - before_bytes
         kept_bytes = self._resources.ledger.fixed_bytes
         return ParkedReport(
-            order.number, moved.size_bytes, shown_bytes, waited_ns, moved.copied_ns, moved.mapped_ns, kept_bytes
+            order.number,
+            moved.size_bytes,
+            shown_bytes,
+            waited_ns,
+            moved.copied_ns,
+            moved.mapped_ns,
+            kept_bytes,
+            ahead_bytes=ahead_bytes,
         )
 
     def refuse_late(self, order: ParkOrder) -> bool:

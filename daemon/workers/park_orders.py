@@ -213,7 +213,10 @@ class ParkOrders:
             case messages.ParkedReport():
                 moved_bytes = min(message.moved_bytes, lease.size_bytes + self._allowance_bytes)
                 kept_bytes = min(message.kept_bytes, lease.size_bytes)
-                self._post(SessionParked(lease_id, message.number, moved_bytes, kept_bytes, message.in_place))
+                ahead_bytes = min(message.ahead_bytes, moved_bytes)
+                self._post(
+                    SessionParked(lease_id, message.number, moved_bytes, kept_bytes, message.in_place, ahead_bytes)
+                )
             case messages.ParkRefusedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
                 lacks_memory = message.why is messages.ParkRefusal.NO_MEMORY

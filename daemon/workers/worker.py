@@ -319,6 +319,8 @@ _FAMILIES: Final = (
     families.SESSION_COPIED_BYTES,
     families.SESSION_OPERATIONS,
     families.SESSION_OPERATION_ERRORS,
+    families.AHEAD_DISCARDED,
+    families.AHEAD_DISCARDED_BYTES,
 )
 
 

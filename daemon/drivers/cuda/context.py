@@ -467,6 +467,10 @@ class CudaContext:
         """Begin a step of the copy, in the stream of the pages (mapped_pages.py)."""
         return self._pages.copy_ahead(host, end)
 
+    @property
+    def ahead_bytes(self) -> int:
+        return self._pages.ahead_bytes
+
     def forget_ahead(self) -> None:
         self._pages.forget_ahead()
 

@@ -297,6 +297,13 @@ class MappedPages:
             self._ahead = _CopyAhead(host, steps, deque())
         return self._ahead
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of which the copy ahead has begun."""
+        if self._ahead is None:
+            return 0
+        return self.held_bytes - sum(step.size_bytes for step in self._ahead.steps)
+
     def forget_ahead(self) -> None:
         """Forget what was copied ahead. Afterwards nothing is written to that host memory."""
         ahead, self._ahead = self._ahead, None

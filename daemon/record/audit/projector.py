@@ -77,6 +77,7 @@ def _resize(fact: Fact) -> Particulars:
 def _park(fact: Fact) -> Particulars:
     parked = fact.source
     details = {"why": parked.cause.value, "moved_bytes": bounded(parked.moved_bytes)}
+    details["ahead_bytes"] = bounded(parked.ahead_bytes)
     return _lease(parked.lease) | details | {"took_us": parked.took_ns // NS_PER_US}
 
 

@@ -99,6 +99,14 @@ SESSION_SYNCS: Final = _counter("gpu_session_sync", "Completed waits for the car
 SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Failed waits for the card (syncs).")
 SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the card.")
 SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of these copies.")
+AHEAD_DISCARDED: Final = _counter(
+    "gpu_lease_park_ahead_discarded",
+    "Copies ahead of a park that were discarded, because the session was used before the park, or ended.",
+    CARD,
+)
+AHEAD_DISCARDED_BYTES: Final = _counter(
+    "gpu_lease_park_ahead_discarded_bytes", "Bytes that these copies had moved to the host's memory in vain.", CARD
+)
 SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions accepted, of every kind.")
 SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Requests of sessions that failed.")
 SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts lost to a fault, including those of submits.")
@@ -172,6 +180,12 @@ LEASES_MOVED_DIRECTLY: Final = _counter(
 IMAGE_MISMATCHES: Final = _counter(
     "gpu_lease_image_mismatch", "Leases that ended because their session could not be restored exactly.", CARD
 )
+PARKED_AHEAD: Final = _counter(
+    "gpu_lease_parked_ahead",
+    "Parks of which some or all bytes had been copied ahead, while the session was idle.",
+    CARD,
+)
+PARKED_AHEAD_BYTES: Final = _counter("gpu_lease_parked_ahead_bytes", "Bytes of parks that had been copied ahead.", CARD)
 PARKED_BYTES: Final = _gauge(
     "gpu_lease_parked_bytes", "Bytes of parked sessions' slices, which other leases may use meanwhile."
 )

@@ -30,14 +30,18 @@ _OF_SESSIONS: Final = (
     families.SESSION_BUSY_SECONDS,
     families.SESSION_GPU_SECONDS,
     families.SESSION_HELD_BACK_SECONDS,
+    families.AHEAD_DISCARDED,
+    families.AHEAD_DISCARDED_BYTES,
 )
 """The counters on workers' control pages."""
 
 _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {
     families.IMAGE_MISMATCHES,
     families.LEASES_MOVED_DIRECTLY,
+    families.PARKED_AHEAD,
+    families.PARKED_AHEAD_BYTES,
 }
-"""The families whose values are counts of facts. The two named here depend on more than a fact's kind."""
+"""The families whose values are counts of facts. Those named here depend on more than a fact's kind."""
 
 _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
@@ -128,7 +132,8 @@ class LeaseCounters:
     def worked(self, pair: Labels, increments: Iterable[tuple[MetricFamily, float]]) -> None:
         """Add the work of a card's and a tenant's sessions since the last call."""
         for family, increment in increments:
-            self.counters[family][pair] += increment
+            # A family of cards counts all tenants of a card together.
+            self.counters[family][pair[: len(family.labels)]] += increment
 
     def pair(self, lease: LeaseSnapshot) -> Labels:
         """Return the labels of a lease's card and tenant."""
@@ -153,8 +158,8 @@ class LeaseCounters:
 
     # --- facts ---
 
-    def _count(self, family: MetricFamily, fact: Fact) -> None:
-        """Add 1 to the family's series for the fact, if the fact has the family's labels."""
+    def _count(self, family: MetricFamily, fact: Fact, increment: float = 1) -> None:
+        """Add to the family's series for the fact, if the fact has the family's labels."""
         if family.labels == families.DENIED:
             request = None if fact.request is None else REQUESTS.get(type(fact.request.event))
             # Denials of the daemon's own requests are not counted, because the label is an operation of a peer.
@@ -163,9 +168,9 @@ class LeaseCounters:
         elif family.labels == families.CARD:
             # A fact about the pool has no lease, but names its card.
             card = fact.card if fact.lease is None else fact.lease.card_uuid
-            self.counters[family][(card,)] += 1
+            self.counters[family][(card,)] += increment
         elif fact.lease is not None:
-            self.counters[family][self.pair(fact.lease)] += 1
+            self.counters[family][self.pair(fact.lease)] += increment
 
     def _measure_acquire(self, fact: Fact, is_region: bool) -> None:
         if fact.lease is not None and fact.request is not None:
@@ -185,6 +190,9 @@ class LeaseCounters:
     def _measure_park(self, fact: Fact, is_region: bool) -> None:
         family = families.PARK_SECONDS if fact.kind is FactKind.PARKED else families.RETURN_SECONDS
         self._observe(family, (), fact.source.took_ns)
+        if fact.kind is FactKind.PARKED and fact.source.ahead_bytes:
+            self._count(families.PARKED_AHEAD, fact)
+            self._count(families.PARKED_AHEAD_BYTES, fact, fact.source.ahead_bytes)
 
     def _count_mismatch(self, fact: Fact, is_region: bool) -> None:
         if fact.source.is_mismatch:

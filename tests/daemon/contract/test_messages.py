@@ -244,9 +244,9 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (FROM_WORKER, messages.SliceResizedReport(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
     (
         FROM_WORKER,
-        messages.ParkedReport(4, 5, -6, 7, 8, 9, 10),
+        messages.ParkedReport(4, 5, -6, 7, 8, 9, 10, ahead_bytes=3),
         {"op": "parked", "number": 4, "moved": 5, "shown": -6, "waited": 7, "copied": 8, "released": 9, "kept": 10}
-        | {"in_place": False},
+        | {"in_place": False, "ahead": 3},
     ),
     (
         FROM_WORKER,

@@ -839,13 +839,14 @@ class Copies:
     """Counts the steps that parks and copies ahead of them copy, and can hold a copy ahead back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps = 0
+        self.steps = self.size_bytes = 0
         self.is_whole = False
         self.allowed = 1 << 30
         save, copy_ahead = ParkedMemory._save_step, CpuContext.copy_ahead
 
         def count(memory: ParkedMemory, *args: Any) -> None:
             self.steps += 1
+            self.size_bytes += args[1][2]
             save(memory, *args)
 
         def hold_back(context: CpuContext, host: memoryview, end: int) -> bool:
@@ -881,10 +882,12 @@ def test_a_park_has_nothing_left_to_copy_after_a_copy_ahead(copies: Copies) -> N
             copies.await_whole()
             # A copy that counts is not made again.
             made.say(CopyAheadOrder())
-            assert made.park(number).moved_bytes == sum(SIZES_OF_ALLOCATIONS)
+            parked = made.park(number)
+            assert parked.moved_bytes == parked.ahead_bytes == sum(SIZES_OF_ALLOCATIONS)
             assert copies.steps - before == STEPS
             made.bring_back(number)
             contents.check(made)
+        assert discarded(made) == (0, 0)
 
 
 def test_a_park_copies_the_rest_of_a_copy_ahead(copies: Copies) -> None:
@@ -895,10 +898,16 @@ def test_a_park_copies_the_rest_of_a_copy_ahead(copies: Copies) -> None:
             copies.steps, copies.allowed = 0, number
             made.say(CopyAheadOrder())
             copies.await_steps(number)
-            made.park(number)
+            assert 0 < made.park(number).ahead_bytes < sum(SIZES_OF_ALLOCATIONS)
             assert copies.steps == STEPS
             made.bring_back(number)
             contents.check(made)
+        assert discarded(made) == (0, 0)
+
+
+def discarded(made: Worker) -> tuple[int, int]:
+    """The copies ahead that the session's page says were made in vain, and their bytes."""
+    return made.page.counter(Counter.AHEAD_DISCARDED), made.page.counter(Counter.AHEAD_DISCARDED_BYTES)
 
 
 def use(made: Worker, name: str, handle: int, other: int) -> None:
@@ -932,17 +941,32 @@ def test_any_use_makes_a_copy_ahead_void(copies: Copies, name: str, ring: bool, 
             copies.await_whole()
         else:
             copies.await_steps(3)
+        copied_bytes = copies.size_bytes
         use(made, name, handle, other)
         before = made.read(handle, 0, 16) if name == "read" else None
         copies.steps = 0
-        made.park()
+        assert made.park().ahead_bytes == 0
         assert copies.steps > 5, "the park took the copy for what is on the card"
+        assert discarded(made) == (1, copied_bytes)
         made.bring_back()
         if name != "reset":
             count, text = struct.unpack("<Q", made.read(handle, 0, 8))[0], made.read(handle, 8, 1)
             assert (count, text) == (8 if name == "launch" else 7, b"x" if name == "write" else b"y")
             assert before in (None, made.read(handle, 0, 16))
             assert made.read(spare, 0, 5) == b"spare"
+
+
+def test_a_copy_in_vain_is_counted_although_no_park_follows(copies: Copies) -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        for count in (1, 2):
+            copies.is_whole = False
+            made.say(CopyAheadOrder())
+            copies.await_whole()
+            contents.check(made)
+            wanted = (count, count * sum(SIZES_OF_ALLOCATIONS))
+            wait_until(lambda wanted=wanted: discarded(made) == wanted, "the copy is counted")  # type: ignore[misc]
 
 
 def test_nothing_is_copied_ahead_while_work_runs(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -981,8 +1005,9 @@ def test_a_region_that_opens_or_ends_makes_a_copy_ahead_void(copies: Copies) -> 
         copies.await_whole()
         made.open_region(GRANULE)
         copies.steps = 0
-        made.park()
+        assert made.park().ahead_bytes == 0
         assert copies.steps == STEPS + GRANULE // AHEAD_STEP
+        assert discarded(made) == (1, sum(SIZES_OF_ALLOCATIONS))
         made.bring_back()
         copies.is_whole = False
         made.say(CopyAheadOrder())
@@ -1021,6 +1046,7 @@ def test_a_copy_ahead_ends_with_its_host_memory(
         made.say(ParkMemoryOrder())
         wait_until(lambda: "unpin" in calls, "the memory is released")
         assert calls[0] == "forget"
+        assert discarded(made)[0] == 1
         if is_replaced:
             copies.steps = 0
             made.give_memory(MEMORY)

@@ -159,6 +159,8 @@ def test_counters(bench: Bench) -> None:
         Counter.HELD_BACK_SINCE_NS: 0,
         Counter.TIME_VERSION: 1,
         Counter.TRANSFER: 0,
+        Counter.AHEAD_DISCARDED: 0,
+        Counter.AHEAD_DISCARDED_BYTES: 0,
     }
 
 

@@ -69,3 +69,9 @@ def test_a_number_that_no_counting_comes_to_is_no_news(scene: Scene, lie: int) -
     scene.shows(LAUNCHES=11)
     assert scene.news() == {families.SESSION_LAUNCHES.name: 1}
     assert held_bytes(scene.worker, 30) == 30
+
+
+def test_copies_ahead_in_vain_are_reported(scene: Scene) -> None:
+    scene.shows(AHEAD_DISCARDED=2, AHEAD_DISCARDED_BYTES=500)
+    told = {"gpu_lease_park_ahead_discarded": 2, "gpu_lease_park_ahead_discarded_bytes": 500}
+    assert scene.news() == told

@@ -145,15 +145,18 @@ def test_a_park_copies_what_was_not_copied_ahead() -> None:
         assert copy_ahead(scene, calls) is False
         # The pages stay where they are until the park.
         scene.check_here()
+        assert bool(calls) == (0 < scene.pages.ahead_bytes <= scene.pages.held_bytes)
         assert copied_steps(scene) == all_steps - QUIET_STEPS * calls
         scene.check_parked()
         scene.bring_back()
         scene.check_here()
     scene = Scene()
     assert copy_ahead(scene)
+    assert scene.pages.ahead_bytes == scene.pages.held_bytes
     assert copied_steps(scene) == 0
     scene.bring_back()
     scene.check_here()
+    assert scene.pages.ahead_bytes == 0
 
 
 def test_only_prepared_host_memory_is_copied_to() -> None:
@@ -193,7 +196,7 @@ def test_a_change_of_the_pages_makes_a_copy_ahead_void(name: str, calls: int) ->
     copy_ahead(scene, calls)
     CHANGES[name](scene)
     # Nothing is in flight any more, and what comes later is copied.
-    assert scene.pages._ahead is None
+    assert (scene.pages._ahead, scene.pages.ahead_bytes) == (None, 0)
     for address, data in scene.expected.items():
         scene.expected[address] = data[::-1]
         scene.card.poke(address, data[::-1])

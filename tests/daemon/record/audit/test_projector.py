@@ -18,13 +18,16 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseTable,
     LeaseTerms,
+    ParkRequested,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
+    RegionProved,
     RenewRequested,
     RequesterGone,
     RevokeRequested,
     SessionFaulted,
+    SessionParked,
     SubmitRequested,
     TimerFired,
     TimerKind,
@@ -290,3 +293,17 @@ def test_a_drain() -> None:
     ((_, told),) = life.do(DrainCancelled(8))
     assert told == {"action": "drain_cancel", "by": THE_DAEMON, "leases": 0}
     assert life.is_empty()
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 70])
+def test_a_park_says_how_much_was_copied_ahead(ahead_bytes: int) -> None:
+    life = Life()
+    life.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}, park_memory_bytes=1 << 30))
+    life.history = LeaseHistory(life.table.get, life.table.submits.lease_of)
+    life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000, park_idle_ms=0)), 1)
+    life.do(WorkerReady(5), 1)
+    life.do(ParkRequested(7, 5, "t"))
+    life.do(SessionParked(5, life.now_ns, 90, ahead_bytes=ahead_bytes))
+    ((kind, told),) = life.do(RegionProved(5), 3)
+    park = {"why": "tenant", "moved_bytes": 90, "ahead_bytes": ahead_bytes, "took_us": 3000}
+    assert (kind.value, told) == ("park", WHO | park)

@@ -16,6 +16,7 @@ from gpulease.daemon.leases import (
     LeaseTable,
     LeaseTerms,
     MoveRequested,
+    ParkRequested,
     ParkSession,
     PoolTimerFired,
     ReclaimFailed,
@@ -274,3 +275,22 @@ def test_tenants_beyond_the_bound_share_a_label_and_nobody_moves() -> None:
     acquired = s.tally.counters[families.LEASES_ACQUIRED]
     assert dict(acquired) == {ANN: 2, ("GPU-a", "bob"): 1, ("GPU-a", OTHERS): 3}
     assert dict(s.tally.counters[families.LEASES_DROPPED]) == dict(acquired)
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 15])
+def test_parks_that_were_copied_ahead(ahead_bytes: int) -> None:
+    s = Counted(limits=CoreLimits(park_memory_bytes=1 << 30))
+    s.active(1, 20, park_idle_ms=0)
+    number = next(effect.number for effect in s.do(ParkRequested(9, 1, "ann")) if isinstance(effect, ParkSession))
+    s.do(SessionParked(1, number, 20, ahead_bytes=ahead_bytes))
+    s.do(RegionProved(1))
+    ahead = [s.count(family, *CARD) for family in (families.PARKED_AHEAD, families.PARKED_AHEAD_BYTES)]
+    assert (s.count(families.LEASES_PARKED, *CARD), ahead) == (1, [int(ahead_bytes > 0), ahead_bytes])
+
+
+def test_copies_ahead_in_vain_count_by_card() -> None:
+    s = Counted()
+    for tenant in ("ann", "bob"):
+        s.tally.worked(("GPU-a", tenant), [(families.AHEAD_DISCARDED, 1), (families.AHEAD_DISCARDED_BYTES, 70)])
+    found = [s.count(family, *CARD) for family in (families.AHEAD_DISCARDED, families.AHEAD_DISCARDED_BYTES)]
+    assert found == [2, 140]
