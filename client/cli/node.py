@@ -44,7 +44,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     click.echo(_card_table(cards, width))
     # Below the table, a sentence for each card that has something to explain.
     for card in cards:
-        for sentence in filter(None, (_drained(card), _taken_by_others(card), _fenced(card))):
+        for sentence in filter(None, (_drained(card), _taken_by_others(card), _fenced(card), _paced(card))):
             click.echo(wrapped_text(sentence, width))
     # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
     sandbox = cards[0].get("sandbox") if cards else None
@@ -62,6 +62,18 @@ def _drained(card: Report) -> str:
         else "all of its leases have been ended"
     )
     return f"Card {card['index']} is drained: it grants no leases, and {end_text}."
+
+
+def _paced(card: Report) -> str:
+    """Return when a card's next park may begin; "" if at once, or if the daemon is too old to report it."""
+    need_ms, tenant_ms = card.get("park_wait_ms") or 0, card.get("tenant_park_wait_ms") or 0
+    if not tenant_ms:
+        return ""
+    need = f"in {seconds_text(need_ms / 1000)}" if need_ms else "at once"
+    return (
+        f"GPU {card['index']} has reached parks_per_minute: tenants' requests and idleness may park a session in "
+        f"{seconds_text(tenant_ms / 1000)}, other leases' need and operators {need}."
+    )
 
 
 def _card_table(cards: list[Report], width: int | None) -> str:
@@ -149,7 +161,8 @@ def leases(tenant: str | None, as_json: bool) -> None:
         return
     # List each region directly after its lease.
     listed = as_tree(leases_of(report), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
-    gpus = _indexes_by_uuid()
+    cards = cards_of(ask(Opcode.GET_INVENTORY, Empty()))
+    gpus = {card["uuid"]: str(card["index"]) for card in cards}
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
     droppable = ("copies", "launches", "age", "GPU", "GPU time")
@@ -159,6 +172,8 @@ def leases(tenant: str | None, as_json: bool) -> None:
         head = ["lease", "version of its worker", "why it stays there"]
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
         click.echo(wrapped_text("`gpulease upgrade-workers` moves them to workers of this version.", output_width()))
+    for sentence in filter(None, map(_paced, cards)):
+        click.echo("\n" + wrapped_text(sentence, output_width()))
     if warm_only := [(lease["lease_id"], reason) for lease in listed if (reason := _warm_only(lease))]:
         head = ["lease", "why it can only be parked warm"]
         click.echo("\n" + fitted(head, warm_only, output_width(), texts=("lease",), is_text_last=True))
@@ -177,11 +192,6 @@ def leases(tenant: str | None, as_json: bool) -> None:
                 output_width(),
             )
         )
-
-
-def _indexes_by_uuid() -> dict[str, str]:
-    """The cards' indexes by UUID, as `gpulease info` and `--device` use them."""
-    return {card["uuid"]: str(card["index"]) for card in cards_of(ask(Opcode.GET_INVENTORY, Empty()))}
 
 
 def _row(lease: Report, gpus: dict[str, str]) -> list[str]:

@@ -230,8 +230,9 @@ class NodeMetrics:
         for (card_uuid, tenant), use in self._card_times.take_uncounted().items():
             self._counters.used(card_uuid, tenant, use)
         # Read all gauges of one scrape in one turn of the loop, so that they agree with each other.
+        now_ns = time.monotonic_ns()
         facts = NodeFacts(
-            now_ns=time.monotonic_ns(),
+            now_ns=now_ns,
             tenants=self._tenants,
             cards=self._table.cards(),
             warm=self._table.warming(),
@@ -247,6 +248,7 @@ class NodeMetrics:
             driver=self._source.driver,
             fleet=None if self.fleet is None else self.fleet(),
             park_host_bytes=self._table.parking.host_bytes(),
+            park_paces=self._table.parking.paces(now_ns),
         )
         return {**self._counters.counters, **self._counters.histograms, **gauges(facts)}
 

@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     SubmitSnapshot,
     ends_ns,
 )
+from gpulease.daemon.leases.parking import Parking, ParkPace
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.messages import DrainStatus, Inventory, InventoryEntry
@@ -178,21 +179,21 @@ def inventory(
     cards: Sequence[CardSnapshot],
     driver: str,
     sandbox: list[dict[str, Any]],
+    parking: Parking,
     drain_left_ms: int | None = None,
-    park_memory: tuple[int, int] = (0, 0),
 ) -> Inventory:
     """Report all cards, in the public 36-byte form and as maps, with the sandbox of their workers.
 
-    A drained node or card can grant nothing, so it reports no available bytes. `park_memory`: the host memory that is
-    held for parked sessions, and its maximum.
+    A drained node or card can grant nothing, so it reports no available bytes.
     """
     if drain_left_ms is not None:
         cards = [replace(card, available_bytes=0) for card in cards]
-    host_bytes, most_host_bytes = park_memory
+    host_bytes, most_host_bytes = parking.host_bytes()
     of_node = {"drain_left_ms": drain_left_ms, "sandbox": sandbox}
     of_node |= {"park_host_bytes": host_bytes, "park_host_limit_bytes": most_host_bytes}
     now_ns = time.monotonic_ns()
-    details = [_details(card, driver, now_ns) | of_node for card in cards]
+    paces = parking.paces(now_ns)
+    details = [_details(card, driver, now_ns) | _pace(paces[card.uuid]) | of_node for card in cards]
     return Inventory(tuple(_entry(card) for card in cards), details)
 
 
@@ -236,6 +237,13 @@ def _entry(card: CardSnapshot) -> InventoryEntry:
     return InventoryEntry(
         _uuid_number(card.uuid), GPU_RESOURCE_TYPE, int(flags), card.capacity_bytes, card.available_bytes
     )
+
+
+def _pace(pace: ParkPace) -> dict[str, Any]:
+    return {
+        "park_wait_ms": -(-pace.need_wait_ns // NS_PER_MS),
+        "tenant_park_wait_ms": -(-pace.tenant_wait_ns // NS_PER_MS),
+    }
 
 
 def _uuid_number(card_uuid: str) -> int:

@@ -30,7 +30,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.daemon.leases import denials, events
 from gpulease.daemon.leases.cold_parking import (
@@ -89,8 +89,22 @@ KEPT_SHARE: Final = 0.5
 """Share of PARK_BURST that tenants' requests and idleness leave to others' need for room, and to operators. Stops a
 tenant that parks its session all the time from keeping others waiting for room."""
 
+_KEPT_PARKS: Final = int(PARK_BURST * KEPT_SHARE)
+
 _LEAVES_SHARE: Final = (ParkCause.TENANT, ParkCause.IDLE)
 """The causes of parks that may not use KEPT_SHARE."""
+
+
+class ParkPace(NamedTuple):
+    """How long a card's next park has to wait because of `parks_per_minute`; each is 0 if it may begin at once.
+
+    Attributes:
+        need_wait_ns: A park for others' need, or one that an operator requests.
+        tenant_wait_ns: A park that its tenant requests, or that idleness causes.
+    """
+
+    need_wait_ns: int
+    tenant_wait_ns: int
 
 
 class ParksTogether:
@@ -250,9 +264,15 @@ class Parking(ParkingViews):
         )
 
     def _check_pace(self, lease: Lease, cause: ParkCause, parks: int, now_ns: int) -> Denial | None:
-        kept = int(PARK_BURST * KEPT_SHARE) if cause in _LEAVES_SHARE else 0
+        kept = _KEPT_PARKS if cause in _LEAVES_SHARE else 0
         wait_ns = self._pace_wait_ns(lease.card_uuid, parks, now_ns, kept)
         return denials.too_many_parks(lease.lease_id, -(-wait_ns // NS_PER_MS)) if wait_ns else None
+
+    def paces(self, now_ns: int) -> dict[str, ParkPace]:
+        """Return the pace of each card's parks, by the card's UUID."""
+        uuids = [account.card.uuid for account in self._store.accounts]
+        waits = {uuid: [self._pace_wait_ns(uuid, 1, now_ns, kept) for kept in (0, _KEPT_PARKS)] for uuid in uuids}
+        return {uuid: ParkPace(*wait_ns) for uuid, wait_ns in waits.items()}
 
     def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int, kept: int = 0) -> int:
         """Return the time until a card may have so many parks together, and `kept` more; 0 if it may have them now."""

@@ -34,9 +34,15 @@ OF_CARD: Final = (
 )
 """The keys of a card's map that the page shows. The protocol shows them to everybody."""
 
-PARKING_OF_CARD: Final = ("parked_bytes", "park_host_bytes", "park_host_limit_bytes")
-"""Additional keys: the bytes that parked leases have released on the card, and the host memory that they use and may
-use. 0 without parking.
+PARKING_OF_CARD: Final = (
+    "parked_bytes",
+    "park_host_bytes",
+    "park_host_limit_bytes",
+    "park_wait_ms",
+    "tenant_park_wait_ms",
+)
+"""Additional keys: the bytes that parked leases have released on the card, the host memory that they use and may use,
+and how long the card's next park has to wait. 0 without parking.
 """
 
 Report = Mapping[str, Any]

@@ -302,6 +302,32 @@ def test_the_command_parks_a_lease_and_the_list_says_so(node: Daemon) -> None:
         buffer.check()
 
 
+def test_a_card_whose_parks_are_paced_says_when_the_next_may_begin() -> None:
+    config = CONFIG.replace("parks_per_minute = 6000", "parks_per_minute = 1")
+
+    with (
+        running(Daemon(vram=("200MiB",), config=config)) as paced,
+        parkable(paced.address) as lease,
+        GpuSession(lease) as session,
+    ):
+
+        def shown() -> str:
+            return CliRunner(env={ADDRESS_VARIABLE: paced.address, "COLUMNS": "200"}).invoke(main, ["leases"]).stdout
+
+        buffer = Filled(session, 3)
+        assert "parks_per_minute" not in shown()
+        for _ in range(16):
+            lease.park()
+            buffer.touch()
+        assert "GPU 0 has reached parks_per_minute" in shown()
+        assert "other leases' need and operators at once" in shown()
+        metrics = ask(Opcode.METRICS, Empty(), paced.address).exposition.splitlines()
+        waits = {
+            line.split('by="')[1][:4]: float(line.split()[-1]) for line in metrics if "_park_wait_seconds{" in line
+        }
+        assert waits["need"] == 0 < waits["tena"] <= 60
+
+
 @pytest.mark.parametrize("cause", ["idle", "tenant"])
 def test_a_lease_of_the_command_line_is_parkable(node: Daemon, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, node.address)

@@ -138,6 +138,11 @@ def _card(card: Report) -> Line:
         line.append((f", {number(card, 'warm_contexts') or 0:g} of {number(card, 'warm_wanted'):g} warm", Style.PLAIN))
     if number(card, "parked_bytes"):
         line.append((f", {_bytes(number(card, 'parked_bytes'))} parked", Style.PLAIN))
+    if wait_ms := number(card, "tenant_park_wait_ms"):
+        # Others' need may park sooner than tenants.
+        need_ms = number(card, "park_wait_ms")
+        for_need = f" (for need in {seconds_text(need_ms / 1000)})" if need_ms else ""
+        line.append((f", next park in {seconds_text(wait_ms / 1000)}{for_need}", Style.WARNING))
     if card.get("exclusive") is True:
         line.append((", exclusive", Style.PLAIN))
     line.append((f"  {shown(word(card, 'name') or MISSING)}, {shown(word(card, 'driver') or MISSING)}", Style.FAINT))

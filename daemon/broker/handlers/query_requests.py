@@ -44,10 +44,8 @@ class QueryHandler:
 
     def get_inventory(self, request: Request, body: messages.Empty) -> None:
         table, sandbox = self._runtime.table, self._runtime.workers.findings()
-        host_bytes = table.parking.host_bytes()
-        self._caller.answer(
-            request, inventory(table.cards(), self._caller.driver, sandbox, drain_left_ms(table), host_bytes)
-        )
+        cards = inventory(table.cards(), self._caller.driver, sandbox, table.parking, drain_left_ms(table))
+        self._caller.answer(request, cards)
 
     def lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""

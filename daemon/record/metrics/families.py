@@ -191,6 +191,12 @@ PARKED_BYTES: Final = _gauge(
 )
 PARK_HOST_BYTES: Final = _gauge("gpu_lease_park_host_bytes", "Host memory that is held for parked sessions.", ())
 PARK_HOST_LIMIT_BYTES: Final = _gauge("gpu_lease_park_host_limit_bytes", "The setting `park_memory`.", ())
+PARK_WAIT_SECONDS: Final = _gauge(
+    "gpu_lease_park_wait_seconds",
+    "Time until the card's next park may begin, because of the setting `parks_per_minute`, by who requests it: `need`"
+    " for other leases' need and operators, `tenant` for tenants and idleness; 0: at once.",
+    ("UUID", "by"),
+)
 PARK_SECONDS: Final = MetricFamily(
     "gpu_lease_park_seconds",
     FamilyKind.HISTOGRAM,

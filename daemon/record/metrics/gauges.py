@@ -6,6 +6,7 @@ from dataclasses import field
 from typing import Final
 
 from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
+from gpulease.daemon.leases.parking import ParkPace
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Labels, MetricFamily
 from gpulease.protocol.fast_dataclass import dataclass
@@ -63,6 +64,7 @@ class NodeFacts:
             session.
         checks: The results of the readiness checks, by name.
         park_host_bytes: Host memory that parked sessions hold, and its limit.
+        park_paces: The pace of parks, by card.
         audit: The audit log's figures; None if there is no audit log.
         fleet: The figures of the node's fleet; None if the node belongs to none.
     """
@@ -83,6 +85,7 @@ class NodeFacts:
     driver: str
     fleet: "FleetFacts | None" = None
     park_host_bytes: tuple[int, int] = (0, 0)
+    park_paces: Mapping[str, ParkPace] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,11 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         families.CARD_DRAINING: {(card.uuid,): facts.is_draining or card.drain_ns is not None for card in cards},
         families.CARD_BUSY_RATIO: {(card.uuid,): facts.busy_ratios.get(card.uuid, 0.0) for card in cards},
         families.PARKED_BYTES: {(card.uuid,): card.parked_bytes for card in cards},
+        families.PARK_WAIT_SECONDS: {
+            (uuid, requester): wait_ns / NS_PER_S
+            for uuid, pace in facts.park_paces.items()
+            for requester, wait_ns in (("need", pace.need_wait_ns), ("tenant", pace.tenant_wait_ns))
+        },
         families.WARM_WANTED: {(card.uuid,): card.warm_wanted for card in cards},
     }
 

@@ -49,7 +49,8 @@ function drawCard(card, own, isWanted) {
   at(".alone").hidden = !card.exclusive;
   say(at(".sum .leased"), size(leased));
   const parked = card.parked_bytes ? `, ${size(card.parked_bytes)} of it parked` : "";
-  say(at(".sum .of"), `leased of ${size(card.capacity_bytes)}${parked}`);
+  const paced = card.tenant_park_wait_ms ? `, next park in ${span(card.tenant_park_wait_ms / 1000)}` : "";
+  say(at(".sum .of"), `leased of ${size(card.capacity_bytes)}${parked}${paced}`);
   say(at(".sum .used"), `${size(used)} used`);
   say(at(".half"), size(card.capacity_bytes / 2));
   say(at(".full"), size(card.capacity_bytes));

@@ -84,3 +84,17 @@ def test_sessions_that_can_only_be_parked_warm_show_in_use_and_parked(shown: Cal
     assert all(f"active{state} " in line for state, line in zip(states, lines[1:6], strict=True))
     head = next(at for at, line in enumerate(lines) if "can only be parked warm" in line)
     assert [line.split(maxsplit=1)[1] for line in lines[head + 1 :]] == [reason, reason, "it has a graph"]
+
+
+@pytest.mark.parametrize("command", ["info", "leases"])
+def test_a_card_whose_parks_have_to_wait_says_when_the_next_may_begin(
+    shown: Callable[..., list[str]], command: str
+) -> None:
+    cards = [card(tenant_park_wait_ms=4000, park_wait_ms=0), card(index=1, tenant_park_wait_ms=0), card(index=2)]
+    lines = [
+        line for line in shown(command, cards=cards, answer=Report([lease(1, "ann")])) if "parks_per_minute" in line
+    ]
+    assert lines == [
+        "GPU 0 has reached parks_per_minute: tenants' requests and idleness may park a session in 4.0 s, other leases'"
+        " need and operators at once."
+    ]

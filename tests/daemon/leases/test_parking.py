@@ -523,12 +523,17 @@ def test_overcommit_bounds_the_parkable_slices_of_a_card() -> None:
 def test_a_card_has_a_bounded_rate_of_parks() -> None:
     s = scenario(CoreLimits(park_memory_bytes=HOST, parks_per_minute=1, overcommit=4.0))
     s.active(1, 20, park_idle_ms=0, ttl_ms=500_000)
+    waits: list[tuple[int, int]] = []
     for request in range(32):
+        waits.append(s.table.parking.paces(s.now_ns)["GPU-a"])
         s.do(ParkRequested(request, 1, "root", is_operator=True))
         s.do(SessionParked(1, number_of(s, 1), 20))
         s.do(RegionProved(1))
         s.do(ReturnWanted(1, number_of(s, 1)))
         s.do(SessionReturned(1, number_of(s, 1), 20))
+    # As long as the next park may begin at once, nothing waits; tenants wait for their share of the burst.
+    assert waits == [(0, max(0, parks - 15) * 60 * S) for parks in range(32)]
+    assert s.table.parking.paces(s.now_ns) == {"GPU-a": (60 * S, 17 * 60 * S)}
     assert denied(s.do(ParkRequested(70, 1, "root", is_operator=True))).reason is DenialReason.RATE
     assert denied(s.at(60).do(ParkRequested(71, 1, "ann"))).reason is DenialReason.RATE
     one(s.do(ParkRequested(72, 1, "root", is_operator=True)), ParkSession)

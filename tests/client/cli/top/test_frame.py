@@ -106,6 +106,14 @@ def test_parked_sessions_and_the_hosts_memory_show() -> None:
     assert "parked 12.0 s" in lines[4]
 
 
+def test_a_card_whose_parks_have_to_wait_shows_when_the_next_may_begin() -> None:
+    card = CARD | {"tenant_park_wait_ms": 4000, "park_wait_ms": 0}
+    lines = screen(samples=ScreenSamples(sample(lease(1), cards=[card])))
+    assert "next park in 4.0 s" in lines[1]
+    lines = screen(samples=ScreenSamples(sample(lease(1), cards=[card | {"tenant_park_wait_ms": 0}])))
+    assert "next park" not in lines[1]
+
+
 def test_a_hostile_name_is_shown_escaped_in_its_column() -> None:
     name = "\x1b]0;x\x07\u202e\r\n試験試験試験"
     samples = ScreenSamples(sample(lease(1, tenant=name, state="\x9b2J"), lease(2, tenant="試験試験試験")))

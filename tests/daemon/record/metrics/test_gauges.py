@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from gpulease.client.serve.models import model_metrics as models
 from gpulease.daemon.leases import DrainRequested, FreeRequested, ReclaimFailed, RevokeRequested
+from gpulease.daemon.leases.parking import ParkPace
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, TenantTotals, gauges
 
@@ -110,3 +111,9 @@ def test_no_name_is_a_model_servers_too() -> None:
     assert "gpu_lease_seconds_total" in theirs
     ours = {name for family in families.FAMILIES for name in (family.name, *family.series_names)}
     assert not ours & {*theirs, *(name.removesuffix("_total") for name in theirs)}
+
+
+def test_a_card_whose_parks_have_to_wait() -> None:
+    assert gauges(facts_of(Scenario()))[families.PARK_WAIT_SECONDS] == {}
+    paced = replace(facts_of(Scenario()), park_paces={"GPU-a": ParkPace(0, 5_000_000_000)})
+    assert gauges(paced)[families.PARK_WAIT_SECONDS] == {("GPU-a", "need"): 0, ("GPU-a", "tenant"): 5}
