@@ -148,7 +148,7 @@ from gpulease.daemon.leases.model import (
     WorkerKind,
     kind_of,
 )
-from gpulease.daemon.leases.park_state import ParkCause, ParkPhase, ParkSnapshot
+from gpulease.daemon.leases.park_state import ParkCause, ParkFailure, ParkPhase, ParkSnapshot
 from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow, WarmRow
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.table import LeaseTable
@@ -214,6 +214,7 @@ __all__ = [
     "Outcome",
     "ParkCause",
     "ParkFailed",
+    "ParkFailure",
     "ParkPhase",
     "ParkRequested",
     "ParkSession",

@@ -56,7 +56,7 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseState, RegionState
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS, may_take
-from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkState, SessionMove
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkFailure, ParkPhase, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
 from gpulease.protocol.time_units import NS_PER_S
@@ -255,7 +255,8 @@ class ColdParking:
         is_lasting: bool = True,
     ) -> None:
         state.depth, state.due_ns = ParkDepth.WARM, None
-        effects.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
+        failure = ParkFailure.DIRECT_MOVE if state.is_in_place else ParkFailure.LEAVE
+        effects.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}", failure))
         was_on_card = state.move is not None and bool(state.move.from_version) and not state.move.was_parked
         if state.is_in_place:
             was_on_card, state.direct_failure = True, reason
@@ -362,7 +363,7 @@ class ColdParking:
     def _fall_back(
         self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect], *, is_gone: bool
     ) -> None:
-        effects.append(ParkFailed(lease.snapshot(), None, reason))
+        effects.append(ParkFailed(lease.snapshot(), None, reason, ParkFailure.WORKER))
         self._drop_worker(lease, state, now_ns, effects, is_gone=is_gone)
         if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, effects):
             self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
@@ -419,10 +420,12 @@ class ColdParking:
             return False
         state.misfits, state.misfit_reason = state.misfits + 1, event.reason
         if state.misfits >= (MAX_HELD_MISFITS if state.held_id else MAX_MISFITS):
+            if state.held_id:
+                effects.append(ParkFailed(lease.snapshot(), None, event.reason, ParkFailure.MISFIT))
             self._end_misfit(lease, event.reason, now_ns, effects)
             return True
         # The broker still has the image, and the worker has not served any request of the session.
-        effects.append(ParkFailed(lease.snapshot(), None, event.reason))
+        effects.append(ParkFailed(lease.snapshot(), None, event.reason, ParkFailure.MISFIT))
         self._drop_worker(lease, state, now_ns, effects)
         state.is_awaited = True
         self._await_return(lease, state, now_ns, effects)
@@ -437,13 +440,14 @@ class ColdParking:
                 self._discharge(lease, state)
             if self._upgrades.take_back(lease, state, reason, now_ns, effects):
                 state.misfit = reason
-                effects.append(ParkFailed(lease.snapshot(), None, reason))
+                if not state.is_in_place:
+                    effects.append(ParkFailed(lease.snapshot(), None, reason, ParkFailure.LEAVE))
                 self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, effects)
                 return
             # The former worker has ended, and only it had the bytes of a direct move.
             if self._end_if_lent(lease, state, reason, now_ns, effects):
                 return
-        effects.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))
+        effects.append(ParkFailed(lease.snapshot(), None, reason, ParkFailure.MISMATCH))
         self._condemn(lease, Cause.FAULTED, f"its session can't continue in another process: {reason}", now_ns, effects)
 
     # --- moves ---

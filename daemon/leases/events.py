@@ -30,7 +30,7 @@ from gpulease.daemon.leases.model import (
     SubmitRequested,
     TransitionRecord,
 )
-from gpulease.daemon.leases.park_state import ParkCause
+from gpulease.daemon.leases.park_state import ParkCause, ParkFailure
 from gpulease.daemon.leases.persisted import LeaseRow, RegionRow
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.fast_dataclass import dataclass
@@ -1271,13 +1271,12 @@ class ParkFailed:
 
     Attributes:
         cause: Why it was to be parked; None for a return.
-        is_mismatch: Whether no other worker could restore its image, so that its lease ends.
     """
 
     lease: LeaseSnapshot
     cause: ParkCause | None
     reason: str
-    is_mismatch: bool = False
+    failure: ParkFailure
 
 
 # --- effects: replies ---

@@ -81,6 +81,32 @@ class ParkCause(Enum):
     ADOPTED = "adopted"
 
 
+class ParkFailure(Enum):
+    """What failed about a session that is parked, returns or moves. The values are labels of a metric.
+
+    Attributes:
+        PARK: Its worker could not park it, so that it stayed on its card.
+        LEAVE: It could not leave its process, and stayed parked warm.
+        RETURN: It could not return to its card, and stayed parked.
+        NO_ROOM: Its card had no room for its return in time.
+        WORKER: The worker that was to adopt it ended before, or was not ready in time.
+        MISFIT: A worker could not adopt it exactly, for example because a variable would be at another address.
+        MISMATCH: The same, and no other worker was left to try, so that its lease ended.
+        DIRECT_MOVE: Its direct move failed, so that its former worker continued it.
+    """
+
+    __hash__ = object.__hash__
+
+    PARK = "park"
+    LEAVE = "leave"
+    RETURN = "return"
+    NO_ROOM = "no_room"
+    WORKER = "worker"
+    MISFIT = "misfit"
+    MISMATCH = "mismatch"
+    DIRECT_MOVE = "direct_move"
+
+
 class ParkSnapshot(NamedTuple):
     """The parking state of one lease at one moment. Times are monotonic nanoseconds.
 

@@ -68,7 +68,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import ALONE, Cause, Lease, LeaseState, LeaseTerms, RegionState
 from gpulease.daemon.leases.need_moves import NeedMoves, plan_moves
-from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkSnapshot, ParkState
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkFailure, ParkPhase, ParkSnapshot, ParkState
 from gpulease.daemon.leases.quotas import Rates
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.wait_queue import Waiter
@@ -439,7 +439,8 @@ class Parking(ParkingViews):
         lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.PARKING)
         if lease is None or lease.park is None:
             return
-        effects.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
+        cause = lease.park.cause or ParkCause.TENANT
+        effects.append(ParkFailed(lease.snapshot(), cause, event.reason, ParkFailure.PARK))
         denial = denials.park_refused(lease.lease_id, event.reason)
         refuse_parks(lease.park, denial, effects)
         self.cold.refuse_move(lease, denial, now_ns, effects)
@@ -566,7 +567,7 @@ class Parking(ParkingViews):
         reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
         effects.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         self.deferred.refuse(lease.lease_id, denials.return_refused(reason), effects)
-        effects.append(ParkFailed(lease.snapshot(), None, reason))
+        effects.append(ParkFailed(lease.snapshot(), None, reason, ParkFailure.NO_ROOM))
         self.cold.on_return_refused(lease, lease.park, reason, now_ns, effects)
 
     def take_room_back(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
@@ -630,7 +631,7 @@ class Parking(ParkingViews):
         if lease.submit_id:
             self._condemn(lease, Cause.WORKER_DIED, f"its session was lost: {event.reason}", now_ns, effects)
             return
-        effects.append(ParkFailed(lease.snapshot(), None, event.reason))
+        effects.append(ParkFailed(lease.snapshot(), None, event.reason, ParkFailure.RETURN))
         # The worker still has the image and would ask again at once. Refuse the waiting operations instead.
         refuse_parks(lease.park, denials.park_refused(lease.lease_id, event.reason), effects)
         reason = denials.return_failed(lease.lease_id, event.reason)

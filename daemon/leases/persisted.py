@@ -40,6 +40,7 @@ class LeaseRow(NamedTuple):
         parked_ns: Time since which its session's bytes are off the card; 0 if they are on it.
         wait_ms: Longest wait of a parkable lease's session for room to return.
         is_cold: Whether its session has no worker, or one that may not have restored it completely yet.
+        misfit: As in ParkState: without it, the next table would send the session to another worker with none kept.
     """
 
     lease_id: int
@@ -60,6 +61,7 @@ class LeaseRow(NamedTuple):
     parked_ns: int = 0
     wait_ms: int = 0
     is_cold: bool = False
+    misfit: str = ""
 
 
 class RegionRow(NamedTuple):
@@ -169,6 +171,7 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
         0 if lease.park is None else lease.park.parked_ns,
         0 if lease.park is None else lease.wait_ms,
         lease.park is not None and lease.park.is_cold,
+        "" if lease.park is None else lease.park.misfit,
     )
 
 
@@ -257,6 +260,6 @@ def revive(
         # The earlier daemon may have ordered regions and lost their rows, and the session knows their numbers: skip
         # these.
         region_number=min(MAX_NUMBER, row.region_number + MAX_REGIONS),
-        park=ParkState(parked_ns=row.parked_ns) if row.terms.is_parkable else None,
+        park=ParkState(parked_ns=row.parked_ns, misfit=row.misfit) if row.terms.is_parkable else None,
         wait_ms=row.wait_ms,
     )

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.direct_moves import change_card
-from gpulease.daemon.leases.events import Effect, SetDeadline, StaySession, WorkerReplaced
+from gpulease.daemon.leases.events import Effect, ParkFailed, SetDeadline, StaySession, WorkerReplaced
 from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import Lease
-from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkState, SessionMove
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkFailure, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
 
 
@@ -89,6 +89,8 @@ class WorkerUpgrades:
             change_card(self._store, lease, state, account, now_ns, effects)
         if state.is_in_place:
             state.direct_failure = reason
+            failure = f"its direct move failed: {reason}"
+            effects.append(ParkFailed(lease.snapshot(), None, failure, ParkFailure.DIRECT_MOVE))
         account.take_parked(lease, held_bytes)
         account.await_bytes(lease, 0)
         state.off_bytes -= held_bytes

@@ -240,7 +240,11 @@ class FactKind(Enum):
         has_worker=True,
     )
     """A session has left a worker of another version."""
-    PARK_FAILED = FactRow(sources=(ParkFailed,), logs=(LogEvent.LEASE_PARK_FAILED,), counts=(families.PARKS_FAILED,))
+    PARK_FAILED = FactRow(
+        sources=(ParkFailed,),
+        logs=(LogEvent.LEASE_PARK_FAILED,),
+        counts=(families.PARKS_FAILED, families.PARK_FAILURES),
+    )
     """A session could not be parked, or could not return."""
     ENDING = FactRow(
         sources=(RefuseWork, SetRegion), logs=(LogEvent.LEASE_ENDING,), audit=RecordKind.OVER, has_worker=True

@@ -41,7 +41,7 @@ _MEMBERS_WITH_OPTION: Final[dict[str, dict[str, object]]] = {
     "regions_required": {"region_number": 0, "parent_id": 0},
     "name": {"epoch": 0},
     "request_id": {"fleet_bytes": 0},
-    "park_idle_ms": {"parked_ns": 0, "wait_ms": 0, "is_cold": False},
+    "park_idle_ms": {"parked_ns": 0, "wait_ms": 0, "is_cold": False, "misfit": ""},
 }
 """Members that were added together with a lease option, and their values in rows that lack them."""
 

@@ -64,6 +64,7 @@ class MetricFamily:
 PAIR: Final = ("UUID", "tenant")
 CARD: Final = ("UUID",)
 DENIED: Final = ("operation", "reason")
+FAILED: Final = ("UUID", "reason")
 
 LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """A context's end takes a card about 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
@@ -171,6 +172,12 @@ LEASES_PARKED: Final = _counter("gpu_lease_parked", "Sessions that were moved to
 LEASES_RETURNED: Final = _counter("gpu_lease_returned", "Parked sessions that returned to their card.", CARD)
 PARKS_FAILED: Final = _counter(
     "gpu_lease_park_failed", "Parks and returns that failed; the session stayed where it was.", CARD
+)
+PARK_FAILURES: Final = _counter(
+    "gpu_lease_park_failure",
+    "Failures of parks, returns and moves: `park`, `leave` (the process), `return`, `no_room`, `worker` (it ended or"
+    " was late), `misfit` (a worker could not continue the session exactly), `mismatch` (none could), `direct_move`.",
+    FAILED,
 )
 LEASES_COLD: Final = _counter("gpu_lease_cold", "Parked sessions whose worker process was ended (parked cold).", CARD)
 LEASES_MOVED: Final = _counter("gpu_lease_moved", "Sessions that were moved to this card.", CARD)

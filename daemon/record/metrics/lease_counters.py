@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from gpulease.daemon.leases import Cause, LeaseSnapshot
+from gpulease.daemon.leases import Cause, LeaseSnapshot, ParkFailure
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.lease_facts import REQUESTS, Fact, FactKind
 from gpulease.daemon.record.metrics import families
@@ -47,10 +47,9 @@ _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
 _OF_CARDS: Final = tuple(family for family in _COUNTED if family.labels == families.CARD)
 
-if unknown := [
-    family.name for family in _COUNTED if family.labels not in (families.PAIR, families.CARD, families.DENIED)
-]:
-    raise TypeError(f"{unknown} must have labels that a fact has: a card and a tenant, a card, or a denial's")
+_LABELS: Final = (families.PAIR, families.CARD, families.DENIED, families.FAILED)
+if unknown := [family.name for family in _COUNTED if family.labels not in _LABELS]:
+    raise TypeError(f"{unknown} must have labels that a fact has: a card and a tenant, a card, or a failure's")
 
 _MEASURED: Final = (
     families.LEASE_SECONDS,
@@ -169,7 +168,11 @@ class LeaseCounters:
             # A fact about the pool has no lease, but names its card.
             card = fact.card if fact.lease is None else fact.lease.card_uuid
             self.counters[family][(card,)] += increment
-        elif fact.lease is not None:
+        elif fact.lease is None:
+            return
+        elif family.labels == families.FAILED:
+            self.counters[family][fact.lease.card_uuid, fact.source.failure.value] += increment
+        else:
             self.counters[family][self.pair(fact.lease)] += increment
 
     def _measure_acquire(self, fact: Fact, is_region: bool) -> None:
@@ -195,7 +198,7 @@ class LeaseCounters:
             self._count(families.PARKED_AHEAD_BYTES, fact, fact.source.ahead_bytes)
 
     def _count_mismatch(self, fact: Fact, is_region: bool) -> None:
-        if fact.source.is_mismatch:
+        if fact.source.failure is ParkFailure.MISMATCH:
             self._count(families.IMAGE_MISMATCHES, fact)
 
     def _count_direct_move(self, fact: Fact, is_region: bool) -> None:

@@ -15,10 +15,12 @@ from gpulease.daemon.leases import (
     LeaseLeft,
     LeaseMoved,
     LeaseParked,
+    LeaseRestored,
     LeaseReturned,
     LeaveSession,
     MoveRequested,
     ParkFailed,
+    ParkFailure,
     ParkPhase,
     ParkRequested,
     ParkSession,
@@ -280,6 +282,42 @@ def test_a_session_that_has_fitted_no_other_worker_is_not_parked_cold() -> None:
     assert "a variable is elsewhere" in snapshot.stays_here
 
 
+def test_each_worker_that_does_not_fit_is_reported_and_the_direct_move_once() -> None:
+    s, effects = scenario(), list[Effect]()
+    leave(s)
+    s.do(WorkerReady(1))
+    effects += s.do(SessionReturnFailed(1, state_of(s).number, "a variable is elsewhere", is_mismatch=True))
+    failures = [effect.failure for effect in effects if isinstance(effect, ParkFailed)]
+    assert failures == [ParkFailure.MISFIT, ParkFailure.DIRECT_MOVE]
+
+
+def test_a_restarted_daemon_knows_that_a_session_has_fitted_no_other_worker() -> None:
+    """Without that, it would end the session's worker for a cold park, and the lease would end with the return."""
+    first = scenario()
+    misfit(first)
+    row = first.table.lease_row(1, 7)
+    assert row is not None
+    assert "a variable is elsewhere" in row.misfit
+    s = Scenario(*(account.card for account in first.table._store.accounts), limits=LIMITS)
+    s.now_ns = first.now_ns
+    s.do(LeaseRestored(row, has_worker=True, has_session=True))
+    s.do(SessionReturned(1, state_of(s).number, 0))
+    number = one(s.do(MoveRequested(MOVE, 1, "ann", None)), ParkSession).number
+    s.do(SessionParked(1, number, 50))
+    effects = list(s.do(RegionProved(1)))
+    assert "a variable is elsewhere" in one(effects, RequestDenied).denial.message
+    assert LeaveSession not in kinds(effects)
+    # Once another worker has continued the session, nothing is left to know.
+    back(first, leave_through_host(first))
+    aside = leave_through_host(first)
+    first.do(WorkerReady(1))
+    effects = list(first.do(SessionReturned(1, state_of(first).number, 50)))
+    assert one(effects, KillWorker).worker_id == aside
+    row = first.table.lease_row(1, 7)
+    assert row is not None
+    assert row.misfit == ""
+
+
 def test_a_session_that_is_in_no_worker_any_more_has_lost_its_worker() -> None:
     """Its former worker dies during the copy, which fails then, and so does that of the next worker."""
     s = scenario()
@@ -291,7 +329,7 @@ def test_a_session_that_is_in_no_worker_any_more_has_lost_its_worker() -> None:
         s.do(WorkerReady(1))
     # It fits the other card as before, so it is no mismatch.
     assert (s.lease(1).state.name, s.lease(1).cause) == ("DRAINING", Cause.WORKER_DIED)
-    assert not any(isinstance(effect, ParkFailed) and effect.is_mismatch for effect in effects)
+    assert not any(isinstance(effect, ParkFailed) and effect.failure is ParkFailure.MISMATCH for effect in effects)
 
 
 def test_a_worker_that_can_not_lend_its_pages_parks_the_session_and_that_is_reported() -> None:

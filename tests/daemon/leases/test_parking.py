@@ -35,6 +35,7 @@ from gpulease.daemon.leases import (
     OpenRegion,
     ParkCause,
     ParkFailed,
+    ParkFailure,
     ParkPhase,
     ParkRequested,
     ParkSession,
@@ -622,7 +623,7 @@ def test_a_cold_session_that_fits_a_later_worker_goes_on() -> None:
     s.active(1, 20, park_idle_ms=0)
     for _ in range(2):
         number = cold(s, 1)
-        assert not one(tried_in_vain(s, number, MAX_MISFITS - 1), ParkFailed).is_mismatch
+        assert one(tried_in_vain(s, number, MAX_MISFITS - 1), ParkFailed).failure is ParkFailure.MISFIT
         one(s.do(WorkerReady(1)), AdoptSession)
         s.do(SessionReturned(1, number, 20))
         assert (phase(s, 1), s.lease(1).cause) == (ParkPhase.RESIDENT, None)
@@ -632,7 +633,7 @@ def test_a_cold_session_that_fits_no_worker_ends_its_lease() -> None:
     s = scenario(capacity=400)
     s.active(1, 20, park_idle_ms=0)
     effects = tried_in_vain(s, cold(s, 1), MAX_MISFITS)
-    assert one(effects, ParkFailed).is_mismatch
+    assert one(effects, ParkFailed).failure is ParkFailure.MISMATCH
     assert RestartWorker not in kinds(effects)
     assert s.lease(1).cause is Cause.FAULTED
 

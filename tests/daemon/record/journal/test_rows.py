@@ -20,7 +20,7 @@ LEASE_ROW = (
     *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
     *("submit_bytes", "orphan_ms", "regions_required", "region_number"),
     *("name", "epoch", "request_id", "fleet_bytes"),
-    *("weight", "latency", "park_idle_ms", "parked_ns", "wait_ms", "is_cold"),
+    *("weight", "latency", "park_idle_ms", "parked_ns", "wait_ms", "is_cold", "misfit"),
 )
 """The members of a lease's row, in their order: the file's format."""
 
@@ -41,7 +41,7 @@ def by_names(content: LeaseRow | LeaseSnapshot) -> bytes:
         members |= asdict(content.terms)
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
-    for later in (*LEASE_ROW[-14:], "parent_id"):
+    for later in (*LEASE_ROW[-15:], "parent_id"):
         # A weight of 1 means nothing, an idle time of 0 does; for all others it is what is false.
         if later == "park_idle_ms":
             is_default = values.get(later) is None
@@ -68,6 +68,7 @@ def by_names(content: LeaseRow | LeaseSnapshot) -> bytes:
         parked_ns=st.integers(0, 3),
         wait_ms=st.integers(0, 3),
         is_cold=st.booleans(),
+        misfit=st.sampled_from(["", "a variable is elsewhere"]),
     )
 )
 def test_a_lease_is_written_by_its_names(lease: LeaseRow) -> None:

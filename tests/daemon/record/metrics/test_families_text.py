@@ -10,10 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpulease.daemon.leases import Cause, DenialReason
+from gpulease.daemon.leases import Cause, DenialReason, ParkFailure
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.exposition import SAMPLES_PER_CHUNK, NodeCollector, chunks
 from gpulease.daemon.record.metrics.families import (
+    FAILED,
     FAMILIES,
     MAX_LABEL_CHARS,
     MAX_PAIR_SERIES,
@@ -116,10 +117,12 @@ def test_the_most_there_can_be_fits_a_reply() -> None:
     tenants = [f"{number:03d}".ljust(MAX_LABEL_CHARS, "\U0001f4a9") for number in range(MAX_PAIR_SERIES // 64)]
     choices = {"UUID": cards, "tenant": tenants, "operation": [op.name for op in Opcode if not SPECS[op].is_session]}
     choices |= {"reason": [reason.value for reason in DenialReason] + [status.name for status in Status]}
-    choices |= {"cause": [cause.value for cause in Cause], "state": list(POOL_STATES)}
+    choices |= {"cause": [cause.value for cause in Cause], "state": list(POOL_STATES), "by": ["need", "tenant"]}
     content: dict[MetricFamily, dict[Labels, float] | Histogram] = {}
     for family in FAMILIES:
-        labels = [choices.get(label, ["x" * 96]) for label in family.labels]
+        # Only denials have the reasons of all operations.
+        of_family = choices | {"reason": [one.value for one in ParkFailure]} if family.labels == FAILED else choices
+        labels = [of_family.get(label, ["x" * 96]) for label in family.labels]
         made = Histogram(family) if family.kind in (FamilyKind.HISTOGRAM, FamilyKind.SUMMARY) else dict[Labels, float]()
         for one in itertools.product(*labels):
             if isinstance(made, Histogram):

@@ -29,7 +29,9 @@ from gpulease.daemon.leases import (
     SessionFaulted,
     SessionImaged,
     SessionParked,
+    SessionParkRefused,
     SessionReturnFailed,
+    SessionStays,
     SubmitRequested,
     TimerKind,
     WorkerExited,
@@ -139,6 +141,25 @@ def test_a_session_that_fits_no_other_worker_is_counted() -> None:
             s.do(WorkerExited(dropped.warm_id, "it was killed"))
             s.do(ReclaimProved(dropped.warm_id))
     assert s.count(families.IMAGE_MISMATCHES, *CARD) == 1, "the lease ends"
+    assert s.tally.counters[families.PARK_FAILURES] == {
+        ("GPU-a", "misfit"): MAX_MISFITS - 1,
+        ("GPU-a", "mismatch"): 1,
+    }
+    assert s.count(families.PARKS_FAILED, *CARD) == MAX_MISFITS
+
+
+def test_what_failed_is_counted_by_reason() -> None:
+    s = Counted(limits=CoreLimits(park_memory_bytes=64 << 20))
+    s.active(1, park_idle_ms=0)
+    for refusal in (SessionParkRefused, SessionStays):
+        number = next(one.number for one in s.do(MoveRequested(7, 1, "ann", None)) if isinstance(one, ParkSession))
+        if refusal is SessionParkRefused:
+            s.do(SessionParkRefused(1, number, "a kernel runs"))
+        else:
+            s.do(SessionParked(1, number, 20))
+            s.do(RegionProved(1))
+            s.do(SessionStays(1, number, "it has a graph", is_lasting=True))
+    assert s.tally.counters[families.PARK_FAILURES] == {("GPU-a", "park"): 1, ("GPU-a", "leave"): 1}
 
 
 @pytest.mark.parametrize("late_s", [0, 0.004])
