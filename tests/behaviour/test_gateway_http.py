@@ -281,7 +281,7 @@ def test_a_client_that_hangs_up_does_not_undo_what_it_began(gateway: GatewayProc
             "/v1/models/endless/infer?output_len=4",
             content=b"x",
             headers=BINARY | {"Idempotency-Key": "gone"},
-            timeout=0.3,
+            timeout=httpx.Timeout(SOON_S, read=0.3),
         )
     name = 'gpulease_gateway_requests_total{model="endless",outcome="operation_failed"}'
     wait_until(lambda: counted(client, name) == before + 1, "it was ended and recorded")

@@ -79,10 +79,11 @@ def test_a_launch_takes_a_small_part_of_its_kernels_time(session: GpuSession, fa
         launched_s = time.monotonic() - started
         session.sync()
         took_s = time.monotonic() - started
-        if took_s > BUSY_S:
+        if took_s > BUSY_S and launched_s < took_s / 4:
             break
+        # A busy host may delay the launch, but not for as long as ever longer kernels run.
+        assert took_s < 40 * BUSY_S, (launched_s, took_s)
         steps *= 2
-    assert launched_s < took_s / 4
 
 
 def test_work_is_done_in_the_order_it_was_asked_for(session: GpuSession, faults: Module, buffer: Buffer) -> None:

@@ -245,10 +245,9 @@ def test_a_waiting_operation_hears_of_a_revocation(node: Daemon) -> None:
         lease.park()
         with GpuBuilder(node.address).min_vram(150 * MIB).lease_secs(120).acquire():
             threading.Timer(0.5, revoke, (node.address, lease)).start()
-            begun = time.monotonic()
+            # If it waited for room until the end, it would be Busy.
             with pytest.raises(Revoked):
                 buffer.touch()
-            assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("step", [pytest.param("resident", marks=pytest.mark.exhaustive), "parked", "parking"])

@@ -38,11 +38,12 @@ def test_a_kernel_that_runs_for_too_long_ends_its_lease(daemon: Daemon, then: st
 
 
 def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
-    with daemon.builder(seconds=30).max_kernel_secs(0.5).acquire() as lease, GpuSession(lease) as session:
+    # The bound is longer than a busy host takes for one of them.
+    with daemon.builder(seconds=60).max_kernel_secs(2).acquire() as lease, GpuSession(lease) as session:
         module = session.module_load(FAULTS)
         out = session.mem_alloc(4)
         started = time.monotonic()
-        while time.monotonic() - started < 1.2:
+        while time.monotonic() - started < 4:
             for _ in range(50):
                 session.launch(module, "slow", [1], [1], KernelArgs().push_buffer(out).push_u32(500_000))
             session.sync()
@@ -52,7 +53,7 @@ def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
 @pytest.mark.exhaustive
 def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
     quick = {
-        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 4.0,
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 10.0,
         "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
     }
     daemon = start_daemon(faults=Faults(quick))

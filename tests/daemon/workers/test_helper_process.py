@@ -24,7 +24,7 @@ from helpers.side_script import Die, Progress, Talk
 from helpers.waiting import PATIENCE_S
 
 PATIENCE = replace(ordinary_timeouts(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=PATIENCE_S)
-HUNG_SOON = replace(PATIENCE, hung_after_s=2)
+HUNG_SOON = replace(PATIENCE, hung_after_s=6)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("serves", "web.died", "exited with status 7"),
         ("closes its channel", "web.died", "the other process closed the channel"),
         ("makes no sense", "web.died", "a malformed message"),
-        ("hangs", "web.hung", "it gave no sign of life for 2 s"),
+        ("hangs", "web.hung", "it gave no sign of life for 6 s"),
     ],
 )
 def test_one_that_is_lost_is_replaced(way: str, event: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
