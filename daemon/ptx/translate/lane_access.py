@@ -220,24 +220,25 @@ class _Access:
 
     def _move_together(self, address: Value, value: Value | None) -> Value:
         ir, vector, pointer = self.ir, self._vector, self._pointer(address)
-        place = f"ptr align {self._size} {pointer.text}"
         # For narrow elements, all lanes take part, so no mask is needed.
         if self._is_narrow:
             if value is None:
                 return ir.wide_value(self._kind, f"load {vector}, {pointer}, align {self._size}")
             ir.raw(f"store {vector} {value.text}, {pointer}, align {self._size}")
             return value
-        # LLVM's masked load and store never access memory of lanes that do not take part.
+        # LLVM's masked load and store never access memory of lanes that do not take part. Their alignment is an operand
+        # up to LLVM 21 and an attribute from 22 on, which still reads the operand.
+        place, places = f"ptr {pointer.text}, i32 {self._size}", "ptr, i32"
         flags = self._flags()
         flag_type = f"<{ir.lanes * self._count} x i1>"
         name = f"v{ir.lanes * self._count}{self._kind}.p0"
         if value is None:
-            ir.require(f"declare {vector} @llvm.masked.load.{name}(ptr, {flag_type}, {vector})")
+            ir.require(f"declare {vector} @llvm.masked.load.{name}({places}, {flag_type}, {vector})")
             call = (
                 f"call {vector} @llvm.masked.load.{name}({place}, {flag_type} {flags.text}, {vector} zeroinitializer)"
             )
             return ir.wide_value(self._kind, call)
-        ir.require(f"declare void @llvm.masked.store.{name}({vector}, ptr, {flag_type})")
+        ir.require(f"declare void @llvm.masked.store.{name}({vector}, {places}, {flag_type})")
         ir.raw(f"call void @llvm.masked.store.{name}({vector} {value.text}, {place}, {flag_type} {flags.text})")
         return value
 

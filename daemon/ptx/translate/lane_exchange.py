@@ -176,8 +176,9 @@ def _shuffle(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     pointers = ir.wide_value("ptr", f"getelementptr i32, {room}, {ir.whole(source)}")
     flags, kind, many = ir.wide_type("i1"), ir.wide_type("i32"), ir.wide_type("ptr")
     name = f"llvm.masked.gather.v{ir.lanes}i32.v{ir.lanes}p0"
-    ir.require(f"declare {kind} @{name}({many}, {flags}, {kind})")
-    arguments = f"{many} align 4 {pointers.text}, {ir.whole(is_there)}, {kind} zeroinitializer"
+    # The alignment is an operand, as in `_Access._move_together` (lane_access.py).
+    ir.require(f"declare {kind} @{name}({many}, i32, {flags}, {kind})")
+    arguments = f"{many} {pointers.text}, i32 4, {ir.whole(is_there)}, {kind} zeroinitializer"
     result, predicate = two_results(i.operands[0])
     t.write(result, _WORD, ir.wide_value("i32", f"call {kind} @{name}({arguments})"))
     if predicate is not None:

@@ -1,6 +1,7 @@
 """Copies and accesses of many lanes at once are what each lane makes by itself, and so are their faults."""
 
 import random
+import re
 import struct
 from collections.abc import Callable
 
@@ -115,3 +116,13 @@ def test_a_block_of_one_warp_waits_for_nobody(kernel_of: Callable[[str], str]) -
         (part,) = module.translate(parse(text))
         assert "%given" in part.text
         assert ("resume" in part.text) == waits
+
+
+def test_every_supported_version_of_llvm_reads_masked_accesses(kernel_of: Callable[[str], str]) -> None:
+    """llvmlite 0.45 to 0.47 have LLVM 20, which refuses the alignment as an attribute. LLVM 22 reads both forms."""
+    shuffle = "shfl.sync.idx.b32 %r4, %b0, %b1, 31, -1; cvt.u64.u32 %o0, %r4;"
+    (part,) = module.translate(parse(kernel_of(shuffle)))
+    calls = re.findall(r"call .*@llvm\.masked\.(load|store|gather)\.\w+\.\w+\((.*)\)", part.text)
+    assert {name for name, _ in calls} == {"load", "store", "gather"}
+    for _, operands in calls:
+        assert re.search(r"ptr>? %\w+, i32 [48], <", operands), operands
