@@ -8,6 +8,9 @@ from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 MAX_QUOTED_CHARS: Final = 120
 """Maximum number of characters of a value that a message quotes. Stops an overlong string from filling the message."""
 
+_LONG_NUMBER: Final = "Exceeds the limit"
+"""The beginning of Python's message for a number of thousands of digits, whose conversion takes quadratic time."""
+
 
 def quoted(value: Any) -> str:
     """A value in Python's notation, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
@@ -19,6 +22,16 @@ def quoted(value: Any) -> str:
         # The value is an integer of thousands of digits, or lists that are nested too deeply.
         return "a value that can't be shown"
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
+
+
+def parse_problem(error: Exception) -> str:
+    """Return why a text can't be parsed as JSON or TOML, as a clause for a message.
+
+    Python's own texts for nested brackets and for long numbers name functions of Python.
+    """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "it has a number with too many digits" if str(error).startswith(_LONG_NUMBER) else str(error)
 
 
 def utf8(text: Any, subject: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.library_errors import rejected
 from gpulease.client.http.settings_file import open_regular
-from gpulease.client.texts import quoted
+from gpulease.client.texts import parse_problem, quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Maximum size of a JSON file in bytes, other than a tokenizer's. Without a limit, its Python objects could fill the
@@ -43,7 +43,7 @@ def json_object(data: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ModelRejected(f"{path}: must be JSON: {error}") from None
+        raise ModelRejected(f"{path}: must be JSON: {parse_problem(error)}") from None
     if not isinstance(value, dict):
         raise ModelRejected(f"{path}: must be a JSON object")
     return value

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import parse_problem
 from gpulease.protocol.settings_reader import BadSetting, read_settings, read_values
 
 MAX_MODELS: Final = 256
@@ -45,7 +46,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidRequest(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path}: {error}") from None
+        raise InvalidRequest(f"{path}: {parse_problem(error)}") from None
 
 
 def settings_of(path: Path, kind: type[Settings], table: Any, *keys: str) -> Settings:

@@ -50,6 +50,9 @@ from gpulease.protocol.settings_reader import (
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
+MAX_SETTINGS_BYTES: Final = 1 << 20
+"""Maximum size of the settings file in bytes. Stops a wrong file from filling the daemon's memory at a reload."""
+
 RECYCLE: Final = ("off", "same-tenant")
 
 MIN_AUDIT_FILE_BYTES: Final = 64 << 10
@@ -584,11 +587,17 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            # Read one byte more than allowed, to notice a file that is too large.
+            data = file.read(MAX_SETTINGS_BYTES + 1)
+        if len(data) > MAX_SETTINGS_BYTES:
+            raise ConfigError(f"{path}: a settings file must have at most {MAX_SETTINGS_BYTES} bytes")
+        return tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        # The file is not valid TOML, not UTF-8, or nested too deeply.
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply") from None
+    except ValueError as error:
+        # The file is not valid TOML, or not UTF-8.
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 

@@ -1,5 +1,6 @@
 """Whatever text a program gives, it is told what is wrong with it, by an error of the library's."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from gpulease.client import (
 from gpulease.client.narrowing import attenuate
 from gpulease.client.serve.gateway.ledger import operation_key
 from gpulease.client.serve.rpc import RpcClient
-from gpulease.client.texts import MAX_QUOTED_CHARS, bounded, kernel_name, quoted
+from gpulease.client.texts import MAX_QUOTED_CHARS, bounded, kernel_name, parse_problem, quoted
 from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
 from gpulease.client.transport.tls import context_of
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
@@ -175,3 +176,19 @@ def test_a_value_that_python_can_not_write_is_quoted_without_an_error() -> None:
     for _ in range(100_000):
         deep = [deep]
     assert quoted(10**5000) == quoted(deep) == "a value that can't be shown"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("9" * 5000, "too many digits"),
+        ("[1,", "Expecting value: line 1 column 4"),
+    ],
+)
+def test_why_a_text_is_not_json_names_no_function_of_python(text: str, said: str) -> None:
+    with pytest.raises((ValueError, RecursionError)) as raised:
+        json.loads(text)
+    problem = parse_problem(raised.value)
+    assert said in problem
+    assert "()" not in problem

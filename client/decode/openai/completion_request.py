@@ -20,7 +20,7 @@ from gpulease.client.decode.openai.tool_formats import NAME as TOOL_NAME
 from gpulease.client.decode.openai.tool_formats import Tool
 from gpulease.client.decode.row_records import MAX_RANKS
 from gpulease.client.decode.text.prompt_reader import Cut
-from gpulease.client.texts import quoted
+from gpulease.client.texts import parse_problem, quoted
 
 MAX_STOPS: Final = 16
 """Maximum number of stops. OpenAI's API allows 4, but tasks of lm-evaluation-harness send more. The limit bounds the
@@ -354,7 +354,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         # Python would also accept NaN and Infinity, which are not JSON.
         parameters = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not JSON: {parse_problem(error)}", code="invalid_json") from None
     if not isinstance(parameters, dict):
         raise invalid("the body is not a JSON object", code="invalid_json")
     return parameters

@@ -19,6 +19,7 @@ from gpulease.client.decode.openai.completion_intake import DecoderSource, Queue
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.supervisor.model_pool import STREAM_WAIT_S, ModelPool, ModelUse, unknown_model
+from gpulease.client.texts import parse_problem
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -263,7 +264,7 @@ def route_of(body: bytes) -> Route:
     except msgspec.ValidationError as error:
         raise invalid(f"the body is not a request: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not JSON: {parse_problem(error)}", code="invalid_json") from None
 
 
 class DirectSource:

@@ -77,6 +77,7 @@ from gpulease.client.serve.gateway.inference import MAX_INPUT_BYTES, InferenceRe
 from gpulease.client.serve.gateway.ledger import checked_id
 from gpulease.client.serve.gateway.settings import Model
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
+from gpulease.client.texts import parse_problem
 
 FORGET_EVERY_S: Final = 600.0
 """Seconds between two removals of outcomes older than `GatewayBounds.keep_s`."""
@@ -359,7 +360,7 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body must be JSON: {error}") from None
+        raise InvalidRequest(f"the body must be JSON: {parse_problem(error)}") from None
     # Refuse unknown members: one could be a misspelt limit.
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise InvalidRequest(f"the body must be an object of {' and '.join(sorted(_FIELDS))}")

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+from gpulease.client.texts import parse_problem
 from gpulease.protocol.foreign_text import shortened
 
 FORMATS: Final = {
@@ -60,7 +61,7 @@ def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
     except NumbersRefused:
         raise
     except (ValueError, RecursionError) as error:
-        raise NumbersRefused(f"It must be JSON: {error}.") from None
+        raise NumbersRefused(f"It must be JSON: {parse_problem(error)}.") from None
     if not isinstance(document, dict) or document.keys() != {"input"} or not isinstance(document["input"], list):
         raise NumbersRefused('It must be an object with one array, "input", or with "input_base64".')
     return document["input"]

@@ -2,7 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.config.settings import MAX_EMBEDDED_CARDS, Config, ConfigError, OnStop, load_config
+from gpulease.daemon.config.settings import (
+    MAX_EMBEDDED_CARDS,
+    MAX_SETTINGS_BYTES,
+    Config,
+    ConfigError,
+    OnStop,
+    load_config,
+)
 from gpulease.daemon.leases import PlacementOrder, Recycling
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress
@@ -149,11 +156,19 @@ def test_what_is_said_of_the_sandbox(tmp_path: Path) -> None:
     assert load_config(None, {}).of_sandbox == SandboxSettings()
 
 
-@pytest.mark.parametrize("text", [b"driver = ", b"\xff", b"listen = " + b"[" * 2000])
-def test_what_is_no_settings_file(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"driver = ", "is not TOML"),
+        (b"\xff", "is not TOML"),
+        (b"listen = " + b"[" * 2000, "is nested too deeply"),
+        (bytes(MAX_SETTINGS_BYTES + 1), f"at most {MAX_SETTINGS_BYTES} bytes"),
+    ],
+)
+def test_what_is_no_settings_file(tmp_path: Path, text: bytes, said: str) -> None:
     path = tmp_path / "c.toml"
     path.write_bytes(text)
-    with pytest.raises(ConfigError, match="is not TOML"):
+    with pytest.raises(ConfigError, match=said):
         load_config(path, {})
 
 
