@@ -25,8 +25,9 @@ SOCKET_NAME: Final = "daemon.sock"
 STOP_TIMEOUT_S: Final = 15.0
 """Longest time for the daemon to release everything before it is killed, in seconds."""
 
-SOCKET_NAME_BYTES: Final = 40
-"""Room for `/gpulease-xxxxxxxx/daemon.sock` after the folder of temporary files, in bytes."""
+SOCKET_NAME_BYTES: Final = 54
+"""Room after the folder of temporary files, in bytes: 32 for `/gpulease-xxxxxxxx/node-10/state`, the longest folder of
+a fleet's daemon, and 22 for the sockets that the daemon creates there."""
 
 UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
 """Signals other than an interrupt that end a program without a handler for them."""

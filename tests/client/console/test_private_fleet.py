@@ -1,14 +1,17 @@
 """The fleet that a command starts for itself: real processes, and none of them left afterwards."""
 
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from gpulease.client.console import private_fleet
 from gpulease.client.console.exit_status import MissingPrerequisite
+from gpulease.client.console.private_daemon import SOCKET_NAME_BYTES, short_folder
 from gpulease.client.console.private_fleet import GENERATION, etcd_program, leader_of, private_etcd
 from gpulease.daemon.fleet.records import fleet_records
+from gpulease.protocol.address import MAX_UNIX_PATH_BYTES
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
 
@@ -21,6 +24,17 @@ def test_a_missing_etcd_is_told_with_what_to_install(monkeypatch: pytest.MonkeyP
 
 def test_the_key_of_a_fleet_s_generation_is_the_daemon_s() -> None:
     assert fleet_records.GENERATION == GENERATION
+
+
+def test_a_folder_of_temporary_files_without_room_for_a_fleet_s_sockets_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = "/" + "x" * (MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES - 1)
+    monkeypatch.setattr(tempfile, "tempdir", longest)
+    assert short_folder() == longest
+    assert len(f"{longest}/gpulease-01234567/node-10/state/zygotes/01234567.sock") <= MAX_UNIX_PATH_BYTES
+    monkeypatch.setattr(tempfile, "tempdir", f"{longest}x")
+    assert short_folder() == "/tmp"
 
 
 def test_a_leader_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
