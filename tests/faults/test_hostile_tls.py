@@ -81,9 +81,12 @@ def test_what_is_no_tls_is_told_so_and_cut(daemon: Daemon, pki: Pki, garbage: by
     check_ann_is_served(daemon, pki)
 
 
-def test_garbage_inside_a_record_gets_an_alert_and_no_connection(daemon: Daemon, pki: Pki) -> None:
+# A ClientHello (RFC 8446, 4.1.2) that is complete, with a session id of 34 bytes; and one that is too long for any.
+# Random bytes may declare a length for whose rest the server waits.
+@pytest.mark.parametrize("length", [b"\x00\x00\x3c", b"\xff\xff\xff"], ids=["whole", "too long"])
+def test_garbage_inside_a_record_gets_an_alert_and_no_connection(daemon: Daemon, pki: Pki, length: bytes) -> None:
     with connect(daemon.tls_address) as sock:
-        sock.sendall(b"\x16\x03\x01\x00\x40\x01" + os.urandom(63))
+        sock.sendall(b"\x16\x03\x01\x00\x40\x01" + length + bytes(range(60)))
         assert sock.recv(100)[:1] == b"\x15"
         assert sock.recv(100) == b""
     check_ann_is_served(daemon, pki)
