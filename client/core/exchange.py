@@ -225,9 +225,11 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
     elif remaining_s > 0:
         yield Wait(channel, for_room, remaining_s)
     # The deadline has passed, but this process may have been stopped since it last received. Take the bytes that have
-    # arrived.
-    elif not channel.pump():
-        yield from deadline.raise_or_extend()
+    # arrived, or the connection's end: a ring reads its socket only after `doze`.
+    else:
+        channel.doze(for_room=for_room)
+        if not channel.pump():
+            yield from deadline.raise_or_extend()
 
 
 def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
