@@ -18,6 +18,7 @@ CONFIG = """
 [limits]
 park_memory = "1GiB"
 park_stay_ms = 0
+parks_per_minute = 6000
 """
 
 

@@ -172,7 +172,7 @@ def test_a_process_that_is_not_heard_any_more_serves_nobody_again(start_daemon: 
             return "the rest is lost" in daemon.log()
 
         wait_until(is_cut_off, "it has said too much")
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid), "its process has ended")
     wait_until_said(daemon, "more output than is logged of one process")
 
 
