@@ -114,14 +114,13 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.fast_dataclass import replace
 from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
-from gpulease.protocol.opcodes import Exclusivity, Status, Waiting
+from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
 
 USE_RECORDS_S: Final = 600.0
 """Seconds between two audit records of the card's time that a lease has used. If the daemon crashes and is not
-restarted, the log may lack the use during this time.
-"""
+restarted, the log may lack the use during this time."""
 
 USE_RECORDS_AT_ONCE: Final = 64
 """Number of records that are made before the event loop runs again, which takes about a millisecond."""
@@ -575,14 +574,15 @@ class Runtime:
         # A session that comes from another worker keeps its addresses.
         if isinstance(effect, RestartWorker):
             spec = replace(spec, opened_bytes=self.workers.images.opened_bytes(effect.lease_id))
-        # A warm worker is ready in a millisecond, and its client opens the session in another, unless it waits asleep.
-        if spec.waiting is not Waiting.BLOCK and self.workers.context_pid(effect.lease_id):
-            self._polling.stay_awake(periods=2)
+        # A warm worker is ready in a millisecond, and its client opens the session in another.
+        if self.workers.context_pid(effect.lease_id):
+            self._polling.stay_awake(spec.waiting, periods=2)
         self.workers.spawn(spec)
 
     def _open_region(self, effect: OpenRegion) -> None:
         self._regions.open(effect)
-        self._polling.stay_awake()
+        if (worker := self.workers.worker(effect.lease_id)) is not None:
+            self._polling.stay_awake(worker.spec.waiting)
 
     def _resize_slice(self, effect: ResizeSlice) -> None:
         if effect.after_record:

@@ -9,6 +9,7 @@ import time
 from typing import Final
 
 from gpulease.daemon.host.processes import has_cores_to_poll
+from gpulease.protocol.opcodes import Waiting
 
 POLL_NS: Final = 1_000_000
 """Time for which the loop polls after `stay_awake`, in nanoseconds. A worker maps a region's memory and answers within
@@ -29,9 +30,12 @@ class LoopPolling:
         self._until_ns = 0
         self._turns_left = 0
 
-    def stay_awake(self, periods: int = 1) -> None:
-        """Poll for so many times `POLL_NS` from now on, even if the loop is already polling."""
-        if not self._poll_ns:
+    def stay_awake(self, waiting: Waiting | None, periods: int = 1) -> None:
+        """Poll for so many times `POLL_NS` from now on, even if the loop is already polling.
+
+        `waiting`: How the tenant waits for whom the loop would poll. It does not poll for one that sleeps (BLOCK).
+        """
+        if not self._poll_ns or waiting is Waiting.BLOCK:
             return
         self._until_ns = time.monotonic_ns() + periods * self._poll_ns
         is_polling, self._turns_left = self._turns_left > 0, MAX_TURNS

@@ -14,6 +14,7 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract import messages as told
 from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import Card, LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
@@ -22,7 +23,7 @@ from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol import messages as m
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode, Waiting
 from gpulease.protocol.session_words import RegionWord
 
 CARD_BYTES = 1 << 30
@@ -51,7 +52,7 @@ class MadePage:
 class MadeSession:
     """A session that opens every region, and returns all of a region's memory on request."""
 
-    lease_id: int
+    spec: WorkerSpec
     say: Callable[[int, Message], None]
     page: MadePage = field(default_factory=MadePage)
     sizes: dict[int, int] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class MadeSession:
     def order(self, message: Message) -> None:
         self.ordered.append(message)
         if not self.is_mute:
-            asyncio.get_running_loop().call_soon(self.say, self.lease_id, self._answer(message))
+            asyncio.get_running_loop().call_soon(self.say, self.spec.lease_id, self._answer(message))
 
     def _answer(self, message: Message) -> Message:
         match message:
@@ -88,17 +89,23 @@ class MadeSession:
 
 
 class MadeWorkers(SimulatedWorkers):
-    """Workers without processes. Their sessions open regions."""
+    """Workers without processes. Their sessions open regions.
+
+    Attributes:
+        waiting: How the sessions' ends wait for each other; None for the default.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.waiting: Waiting | None = None
         self.sessions: dict[int, MadeSession] = {}
 
     def worker(self, lease_id: int) -> Worker | None:
         # Only leases have sessions; submits, warm contexts and regions have none.
         if lease_id not in self.leases():
             return None
-        return cast(Worker, self.sessions.setdefault(lease_id, MadeSession(lease_id, self.say)))
+        spec = WorkerSpec(lease_id, "GPU-a", 100 * MIB, is_shared=False, waiting=self.waiting)
+        return cast(Worker, self.sessions.setdefault(lease_id, MadeSession(spec, self.say)))
 
     def pid(self, lease_id: int) -> int:
         return MADE_PID if lease_id in self.leases() else 0

@@ -11,7 +11,7 @@ from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract import messages as told
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.opcodes import Opcode, Phase, RevokeOutcome, Status
+from gpulease.protocol.opcodes import Opcode, Phase, RevokeOutcome, Status, Waiting
 from gpulease.protocol.session_words import RegionWord
 
 from helpers.region_broker import FIRST_ADDRESS, MIB, Broker, Caller, with_broker  # isort: skip
@@ -33,6 +33,21 @@ async def test_its_tenant_is_who_it_was_opened_for(broker: Broker) -> None:
     ours, theirs = await broker.open(owner=""), await broker.open(owner="bob")
     lookup = broker.table.get
     assert [getattr(lookup(one.lease_id), "tenant", None) for one in (ours, theirs)] == ["ann", "bob"]
+
+
+@pytest.mark.parametrize("waiting", [None, Waiting.BLOCK])
+def test_the_loop_stays_awake_for_the_address_as_its_tenant_waits(
+    waiting: Waiting | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @with_broker
+    async def story(broker: Broker) -> None:
+        broker.workers.waiting = waiting
+        seen: list[Waiting | None] = []
+        monkeypatch.setattr(broker.runtime._polling, "stay_awake", seen.append)
+        await broker.open()
+        assert seen == [waiting]
+
+    story()
 
 
 @with_broker

@@ -7,6 +7,7 @@ import pytest
 from gpulease.daemon.host import loop_polling
 from gpulease.daemon.host.loop_polling import LoopPolling
 from gpulease.daemon.host.processes import MIN_POLL_CORES
+from gpulease.protocol.opcodes import Waiting
 
 
 class Clock:
@@ -20,7 +21,9 @@ class Clock:
         return self.now_ns
 
 
-def turns(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1, periods: int = 1) -> int:
+def turns(
+    monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1, periods: int = 1, waiting: Waiting | None = None
+) -> int:
     """After so many calls of `stay_awake`, return how many turns the loop takes without sleeping."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
     polling = LoopPolling()
@@ -30,7 +33,7 @@ def turns(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1, periods: 
         nonlocal taken
         loop = asyncio.get_running_loop()
         for _ in range(calls):
-            polling.stay_awake(periods)
+            polling.stay_awake(waiting, periods)
         call_soon = loop.call_soon
 
         def count(callback: object, *args: object, **more: object) -> asyncio.Handle:
@@ -69,3 +72,8 @@ def test_a_clock_that_stands_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_it_never_polls_with_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns(monkeypatch, MIN_POLL_CORES - 1) == 0
+
+
+def test_it_never_polls_for_a_tenant_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert turns(monkeypatch, MIN_POLL_CORES, waiting=Waiting.BLOCK) == 0
+    assert turns(monkeypatch, MIN_POLL_CORES, waiting=Waiting.SPIN) > 0
