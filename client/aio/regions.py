@@ -20,8 +20,8 @@ class Region(RegionView):
     """A part of a lease's memory with its own id, deadline and end; made by `GpuLease.region`.
 
     It is a buffer of every session of its lease: launches, copies and graphs accept it like a buffer of `mem_alloc`.
-    After it ends, by `revoke`, by its deadline or by `free`, no launch that names it starts, the session can no longer
-    access its memory, and the session itself continues (`GpuSession.region_set`).
+    After it ends, by `revoke`, by its deadline or by `free`, no launch that names it in its region set starts, and the
+    session can no longer access its memory. The session itself continues (`GpuSession.region_set`).
 
     Leaving its `async with` block closes it. Dropping the last reference does not end it; its deadline does.
     """
@@ -29,13 +29,16 @@ class Region(RegionView):
     __slots__ = ()
 
     async def renew(self, seconds: float) -> None:
-        """Move the deadline to at least `seconds` from now, up to the lease's. If it has ended, raises that error."""
+        """Move the deadline to at least `seconds` from now, up to the lease's.
+
+        If the region has ended, raises the error that says how it ended.
+        """
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
         """Free the region. On return, the session can't access its memory.
 
-        If it has ended already, raises that error.
+        If the region has ended already, raises the error that says how it ended.
         """
         await self._run(self._state.free())
 
@@ -46,9 +49,10 @@ class Region(RegionView):
             reason: Reported to the region's tenant.
 
         Returns:
-            TORN_DOWN if its memory is proved free; a newer daemon may send another number.
+            TORN_DOWN if its memory is proved free, FENCED if not; a newer daemon may send another number.
 
-        Raises Denied unless its lease is yours.
+        Only the lease's tenant and operators may revoke. Raises Denied for the region's own tenant, and NotFound for
+        others.
         """
         # The request has the region's lease id, so it ends this region and no other part of the lease.
         return await self._run(self._state.revoke(reason))

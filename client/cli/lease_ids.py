@@ -54,7 +54,7 @@ def lease_id_argument(
 
 
 def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
-    # The argument is missing, or a shell only completes the line.
+    # The argument is missing, or the shell is only completing the line.
     if value is None or ctx.resilient_parsing:
         return None
     # Do not look up a complete id, because a lease that has ended is not listed, but may still be queried.

@@ -860,7 +860,7 @@ class RenewableLease(Protocol):
 def state_of(lease: Any) -> LeaseHandle:
     """Return a lease's state, for a session on it. Raises InvalidRequest for objects that are not a lease."""
     state = getattr(lease, "_state", None)
-    # A public lease has a state; other objects are a common mistake, with their own hints.
+    # The leases of both APIs have a `_state`. Other objects are a common mistake, so each kind has its own hint.
     if isinstance(state, LeaseHandle):
         return state
     if isinstance(lease, LeaseRequest):
@@ -886,7 +886,7 @@ class LeaseView:
 
     @property
     def expires_at_unix_secs(self) -> int:
-        """The date of its end, by the daemon's wall clock; for display."""
+        """When the lease ends, in Unix seconds by the daemon's wall clock; for display only."""
         return self._state.expires_at_unix_s
 
     @property
@@ -896,7 +896,7 @@ class LeaseView:
 
     @property
     def size_bytes(self) -> int:
-        """Device memory granted, in bytes, after all `grow` and `shrink`."""
+        """Device memory granted, in bytes, including every `grow` and `shrink` so far."""
         return self._state.grant.size_bytes
 
     @property

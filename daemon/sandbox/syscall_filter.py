@@ -1,10 +1,11 @@
 """The filter of a worker's system calls (seccomp(2)): an allow-list, as a classic BPF program over struct seccomp_data.
 
-It is an allow-list because there are two dozen calls by which a worker can harm another worker of the same user
-(limits, priority, affinity, signals in many ways), and new kernels add more. The list contains the calls that workers
-made on an H100 and with the embedded driver, and further calls of the C library, Python and threads for the same
-purposes. Other calls fail with EPERM, which callers can handle. A call that no honest worker makes ends the process.
-Calls newer than this list fail with ENOSYS, so that the C library falls back to older ones.
+It is an allow-list because there are two dozen calls by which a worker can harm another worker of the same user (by
+changing its limits, priority or affinity, or by one of several calls that send signals), and new kernels add more. The
+list contains the calls that workers made on an H100 and with the embedded driver, and further calls of the C library,
+Python and threads for the same purposes. Most other calls fail with EPERM, which callers can handle. Calls that have an
+older substitute, and calls newer than this list, fail with ENOSYS, so that the C library falls back to older ones. A
+call that no honest worker makes ends the process.
 
 The program is built without a library such as libseccomp: it is small, it depends on the worker's process id, and a GPU
 host need not have that library. Pages may become executable, because the embedded driver compiles its kernels in the
@@ -46,7 +47,7 @@ KILL: Final = 0x80000000
 _FAIL: Final = 0x00050000
 
 X32_BIT: Final = 0x40000000
-"""The bit that marks numbers of the x32 ABI, under which other calls share the plain numbers."""
+"""The bit that marks calls of the x32 ABI. Without it, the same number can mean a different call."""
 
 
 def fail(errno: int) -> int:

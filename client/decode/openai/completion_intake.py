@@ -164,10 +164,9 @@ class DecoderSource:
     ) -> Submitted:
         """Submit the result of `read`. From then on, the scheduler counts the request.
 
-        If a prompt is too long, the error names `parameter`; the default is the prompt's parameter in completions or
-        chats.
+        If a prompt is too long, the error names `parameter`, by default the one that contains the prompt.
 
-        Raises ApiError. If the scheduler refuses a sequence at once, cancels the others and raises its error.
+        Raises ApiError. If the scheduler refuses a sequence at once, cancels the other sequences first.
         """
         request, prompts = completion_of(answer)
         masks = None

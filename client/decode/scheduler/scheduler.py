@@ -923,7 +923,7 @@ class ContinuousBatchScheduler:
     def _pick_ready(self, max_rows: int, guided: int) -> list[LiveSequence]:
         """Choose up to `max_rows` decoding sequences that can have a row now, and move them to the end of the list.
 
-        `guided` is the number of guided rows that the step has already.
+        `guided` is the number of guided rows that the step already has.
         """
         chosen: list[LiveSequence] = []
         waiting: list[LiveSequence] = []
@@ -943,9 +943,9 @@ class ContinuousBatchScheduler:
         return chosen
 
     def _plan_decode(self, max_rows: int, guided: int) -> StepPlan:
-        """Return a step with one row for each decoding sequence; if that is too many, for the next `max_rows` in turn.
+        """Return a step with one row for each decoding sequence that is ready.
 
-        `guided` is the number of guided prompts that end in the step.
+        If there are more than `max_rows`, they take turns. `guided` is the number of guided prompts that the step ends.
         """
         chosen = self._decoding
         if self._guided:

@@ -60,7 +60,7 @@ class EngineSupervisor:
     """Owns the engine of one decoder. Each loss and each move replaces the engine.
 
     Attributes:
-        scheduler: The scheduler, from which the regions of each engine read limits.
+        scheduler: The scheduler. Each engine takes the limits of its regions from it.
         log: Logs losses and recoveries.
         reopened: Number of regions that were opened in place of regions that had ended.
     """
@@ -77,7 +77,7 @@ class EngineSupervisor:
         log: DecodeLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; `open` opens the first engine.
+        """Create a supervisor without an engine; `open` opens the first one.
 
         Args:
             spec: The specification of each engine.
@@ -91,7 +91,7 @@ class EngineSupervisor:
         self.reopened = 0
         self._spec, self._address = spec, address
         self._ledger, self._clock = ledger, clock
-        # The region of each prefix that was reported last, by the prefix's name.
+        # For each prefix's name, the id of the region that was reported last for it.
         self._prefix_regions: dict[str, int] = {}
         self._hand_over: asyncio.Future[None] | None = None
         # Held during a change of engines: a recovery, a move or a departure from a node.
@@ -103,7 +103,7 @@ class EngineSupervisor:
         """Open the first engine. Raises the errors of `ServingEngine.open`."""
         self._steps = steps
         serving = await ServingEngine.open(self._spec, self, self._address, progress)
-        # The lifecycle asks this object about requests (RequestsInProgress). It never calls the engine.
+        # The lifecycle asks this object about requests (RequestsInProgress). The lifecycle never calls the engine.
         self._life = EngineLifecycle(serving, self._clock(), self)
         self._share_prefixes()
 

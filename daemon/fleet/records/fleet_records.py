@@ -1,21 +1,22 @@
 """The records of a fleet in etcd: their keys, and their values as JSON objects.
 
-    /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
-    /gpulease/v1/inventories/NODE  InventoryRecord: what a node has, written with a beat when it has changed
-    /gpulease/v1/names/NAME     ClaimRecord: which node serves a name; the epoch follows from its mod revision
-    /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim, so that one read lists a node's
-                                claims
-    /gpulease/v1/clocks/SLOT a node's clock, with which members compare the rates of their clocks
-    /gpulease/v1/held/NODE/TENANT/LEASE empty, written and deleted with the lease's entry in a quota
-    /gpulease/v1/quotas/TENANT/SHARD a part of a tenant's quota /gpulease/v1/quota_default the quota of each tenant that
-    has none by name /gpulease/v1/fenced/NODE empty: the node's memberships that began before this key's mod revision
-    have ended /gpulease/v1/generation the store's generation key, created once: a restored backup has an older one
-    /gpulease/v1/epochs EpochsRecord: the generation under which nodes may claim names, and the base of epochs
-    /gpulease/v1/joined the node that joined last, written by each node: a restored backup has an older one
-    /gpulease/v1/compaction empty; the node that rewrites it removes etcd's history before the previous write
-    /gpulease/v1/horizon seconds after which a silent node's claimed leases have ended, the same for all nodes
+    /gpulease/v1/nodes/NODE              NodeRecord: a node's membership, rewritten with each heartbeat
+    /gpulease/v1/inventories/NODE        InventoryRecord: what a node has, written when it has changed
+    /gpulease/v1/names/NAME              ClaimRecord: which node serves a name; the epoch follows from its mod revision
+    /gpulease/v1/held/NODE/NAME          the claim's nonce, written and deleted with the claim, so that one read lists
+                                         a node's claims
+    /gpulease/v1/held/NODE/TENANT/LEASE  empty; written and deleted with the lease's entry in a quota
+    /gpulease/v1/clocks/SLOT             a node's clock, with which members compare the rates of their clocks
+    /gpulease/v1/quotas/TENANT/SHARD     a part of a tenant's quota
+    /gpulease/v1/quota_default           the quota of each tenant that has none by name
+    /gpulease/v1/fenced/NODE             empty; the node's memberships that began before its mod revision have ended
+    /gpulease/v1/generation              the store's generation, created once: a restored backup has an older one
+    /gpulease/v1/epochs                  EpochsRecord: the generation in which nodes may claim names, the base of epochs
+    /gpulease/v1/joined                  the node that joined last, which it writes: a restored backup has an older one
+    /gpulease/v1/compaction              empty; the node that rewrites it removes etcd's history before the last write
+    /gpulease/v1/horizon                 seconds after which a silent node's claimed leases have ended, for all nodes
 
-A reader ignores members that it does not know, so that nodes of two versions can form one fleet.
+A reader ignores fields that it does not know, so that nodes of two versions can form one fleet.
 """
 
 from dataclasses import asdict
@@ -83,7 +84,7 @@ def is_quotas(key: bytes, node_id: str) -> bool:
 
 
 def held_name(key: bytes, node_id: str) -> str | Unreadable:
-    """Return the claimed name of a key in its node's list."""
+    """Return the claimed name that a key in a node's list contains."""
     return _name(key.removeprefix(held_key(node_id)))
 
 
@@ -91,7 +92,11 @@ def node_id_of(key: bytes) -> str | Unreadable:
     """Return the node's id from the key of its record or inventory."""
     node_id = key.removeprefix(NODES).removeprefix(INVENTORIES)
     try:
-        return node_id.decode() if 0 < len(node_id) <= MAX_NODE_ID_BYTES else Unreadable("its key names no node")
+        return (
+            node_id.decode()
+            if 0 < len(node_id) <= MAX_NODE_ID_BYTES
+            else Unreadable("its key must end with a node's id")
+        )
     except UnicodeDecodeError:
         return Unreadable("its key must be UTF-8 text")
 
@@ -103,14 +108,14 @@ def name_of(key: bytes) -> str | Unreadable:
 
 def _name(name: bytes) -> str | Unreadable:
     text = name.decode(errors="replace")
-    return text if NAME.fullmatch(text) else Unreadable("its key names no lease")
+    return text if NAME.fullmatch(text) else Unreadable("its key must end with a lease's name")
 
 
 NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
 EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
 
 _HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
-"""Nodes never use a value outside these bounds. With a shorter one, a directory would report all nodes as silent."""
+"""Nodes never use a value outside these bounds. With a shorter one, a directory would report that all are silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class CardRecord:
     """A card in its node's record.
 
     Attributes:
-        capacity_bytes: Bytes of the card that the node leases.
+        capacity_bytes: Bytes of the card's memory that the node can lease out.
         largest_bytes: Largest slice that the node would grant now.
         leases: Number of leases on the card.
         is_partition: Whether the card is a MIG partition.
@@ -156,7 +161,7 @@ class InventoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Beat:
-    """The members of a node's record that all versions write."""
+    """The fields of a node's record that all versions write."""
 
     nonce: Text
     boot_ms: Number = 0
@@ -170,8 +175,8 @@ class NodeRecord(_Beat):
     Attributes:
         nonce: Identifies this write, so that the writer recognises it if the answer was lost.
         boot_ms: The node's clock (CLOCK_BOOTTIME) at the heartbeat.
-        beat: Number of the heartbeat; 0 from a version without numbers. The daemon records it in its journal first, so
-          a journal with a lower number is a copy or an earlier state.
+        beat: Number of the heartbeat; 0 if the daemon's version numbers none. The daemon records it in its journal
+          first, so a journal with a lower number is a copy or an earlier state.
         inventory: The inventory, from a daemon version that writes it with each heartbeat; None if it has its own key.
     """
 

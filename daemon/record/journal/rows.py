@@ -360,7 +360,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowD
     deleted_keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     put_params: list[int | bytes] = []
     digest_change, written, dropped = 0, RowDigests(), []
-    # Sort by operation: delete or write. Both replace the row's old value, which leaves the sum.
+    # Sort by operation: delete or write. Both end the row's old value, so subtract its digest from the sum.
     for row, change in latest.items():
         kind, key = row
         if (digest := digests.get(row)) is None:
@@ -392,7 +392,7 @@ def _present(
 ) -> Iterator[tuple[int, bytes, bytes]]:
     for kind, kind_keys in keys.items():
         for part in _parts(kind_keys, 1):
-            # One row of text instead of many rows: sqlite3 would release the interpreter for each row.
+            # Ask for one row of text instead of many rows, because sqlite3 releases the GIL once per row.
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
             values = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
             for key, value in zip(values[::2], values[1::2], strict=True):
@@ -400,9 +400,9 @@ def _present(
 
 
 def _parts(rows: list[_Part], width: int) -> Iterator[list[_Part]]:
-    """Split rows of `width` values each into powers of two, so that only few statements are ever compiled.
+    """Split rows of `width` values into parts of 1, 2, 4, ... rows, so that few different statements are compiled.
 
-    The last row is repeated to fill up.
+    A part that is too short is padded by repeating its last row.
     """
     for start in range(0, len(rows), MAX_ROWS * width):
         part = rows[start : start + MAX_ROWS * width]
