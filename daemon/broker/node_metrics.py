@@ -8,9 +8,10 @@ for all peers that ask.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.gpus.source import POLL_ERRORS, CardSource
@@ -21,6 +22,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.record.metrics import families
+from gpulease.daemon.record.metrics.exposition import NodeCollector, chunks
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content
 from gpulease.daemon.record.metrics.gauges import AuditFacts, FleetFacts, NodeFacts, TenantTotals, gauges
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
@@ -70,7 +72,10 @@ class NodeMetrics:
         self._card_times = card_times
         self._cards = [card.uuid for card in table.cards()]
         self._counters = LeaseCounters(self._cards)
-        self._chunks: Callable[[], Iterator[bytes]] | None = None
+        # Use a separate registry: the library's global one has collectors that others register.
+        self._registry = CollectorRegistry()
+        self._registry.register(NodeCollector(self._content))
+        ProcessCollector(registry=self._registry)
         self._waiting: list[OnText] = []
         self._scraping: asyncio.Task[None] | None = None
         self._stray_bytes_task: asyncio.Task[dict[str, int]] | None = None
@@ -154,11 +159,8 @@ class NodeMetrics:
     async def _text(self) -> Metrics | Failure:
         parts = []
         try:
-            # The first scrape makes the registry in a thread, because the library's import takes a while.
-            if self._chunks is None:
-                self._chunks = await asyncio.to_thread(self._registered_chunks)
             self._tenants = await self._add_up()
-            for chunk in self._chunks():
+            for chunk in chunks(self._registry):
                 parts.append(chunk)
                 await asyncio.sleep(0)
         except Exception:
@@ -166,19 +168,6 @@ class NodeMetrics:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="formatting the metrics")
             return Failure(Status.INTERNAL, "the metrics can't be sent", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
-
-    def _registered_chunks(self) -> Callable[[], Iterator[bytes]]:
-        """Return the function that yields the text of this node's registry, in pieces."""
-        # Imported here: many daemons are never scraped, and the import takes a tenth of a daemon's start.
-        from prometheus_client import CollectorRegistry, ProcessCollector
-
-        from gpulease.daemon.record.metrics.exposition import NodeCollector, chunks
-
-        # Use a separate registry: the library's global one has collectors that others register.
-        registry = CollectorRegistry()
-        registry.register(NodeCollector(self._content))
-        ProcessCollector(registry=registry)
-        return partial(chunks, registry)
 
     async def _update_stray_bytes(self) -> None:
         self._stray_bytes = {}

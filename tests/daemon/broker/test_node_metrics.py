@@ -1,8 +1,6 @@
 """Scrapes: one text for all who wait, the cost of a driver that hangs, and faults that must cost no lease."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -29,7 +27,6 @@ from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.messages import Empty, Metrics
 from gpulease.protocol.opcodes import Exclusivity, Status
-from helpers.daemon import python_environment
 from helpers.waiting import PATIENCE_S, wait_until
 
 OPERATOR = Peer("root", is_operator=True, is_known=True)
@@ -231,9 +228,3 @@ def test_health_is_for_this_hosts_peers() -> None:
             scene.handler_for(relayed).health(REQUEST, Empty())
 
     asyncio.run(run())
-
-
-def test_a_daemon_that_is_not_scraped_imports_no_library_of_metrics() -> None:
-    code = "import sys, gpulease.daemon.broker.service; print('prometheus_client' in sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=python_environment(), capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
