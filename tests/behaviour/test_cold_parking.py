@@ -59,7 +59,7 @@ CONFIG = """
 park_memory = "2GiB"
 overcommit = 4.0
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 

@@ -633,7 +633,7 @@ MOVING = """
 [limits]
 park_memory = "512MiB"
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 

@@ -18,7 +18,7 @@ CONFIG = """
 [limits]
 park_memory = "1GiB"
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 

@@ -21,7 +21,7 @@ CONFIG = """
 park_memory = "1GiB"
 overcommit = 4.0
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 

@@ -47,7 +47,7 @@ CONFIG = """
 park_memory = "4GiB"
 overcommit = 4.0
 park_stay_ms = 100
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 
@@ -302,7 +302,7 @@ def test_the_command_parks_a_lease_and_the_list_says_so(node: Daemon) -> None:
 
 
 def test_a_card_whose_parks_are_paced_says_when_the_next_may_begin() -> None:
-    config = CONFIG.replace("parks_per_minute = 6000", "parks_per_minute = 1")
+    config = CONFIG.replace("parks_per_minute = 1000000", "parks_per_minute = 1")
 
     with (
         running(Daemon(vram=("200MiB",), config=config)) as paced,

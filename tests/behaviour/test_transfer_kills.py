@@ -27,7 +27,7 @@ audit = "{audit}"
 [limits]
 park_memory = "256MiB"
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 

@@ -39,7 +39,7 @@ StartLasting = Callable[..., LastingDaemon]
 
 
 def start(start_lasting: StartLasting, folder: Path) -> LastingDaemon:
-    limits = '[limits]\npark_memory = "2GiB"\novercommit = 4.0\npark_stay_ms = 0\nparks_per_minute = 6000\n'
+    limits = '[limits]\npark_memory = "2GiB"\novercommit = 4.0\npark_stay_ms = 0\nparks_per_minute = 1000000\n'
     return start_lasting(vram=("512MiB",), config=f'audit = "{folder}"\n{limits}')
 
 

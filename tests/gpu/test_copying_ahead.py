@@ -17,7 +17,7 @@ CONFIG = """
 park_memory = "10GiB"
 overcommit = 4.0
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 

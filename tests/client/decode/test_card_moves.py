@@ -13,7 +13,7 @@ CONFIG = """
 [limits]
 park_memory = "2GiB"
 park_stay_ms = 0
-parks_per_minute = 6000
+parks_per_minute = 1000000
 """
 
 
