@@ -86,6 +86,8 @@ class SlicePublisher:
         # The newest version that the list or the watch has reported. Versions can be compared as numbers: Kubernetes
         # promises this since 1.35, and with etcd it was always true.
         self._version = 0
+        # The number of events of the watch that changed the stored slices.
+        self._events = 0
         self._owner: Owner | None = None
         self._last_problem = ""
         self._reported: set[str] = set()
@@ -128,21 +130,28 @@ class SlicePublisher:
                     failures += 1
 
     def _list(self) -> str:
-        slices, version = self._cluster.slices(self._node)
-        with self._guard:
-            self._stored = {slice_object["metadata"]["name"]: slice_object for slice_object in slices}
-            self._version = int(version)
+        while True:
+            events = self._events
+            slices, version = self._cluster.slices(self._node)
+            with self._guard:
+                # If the watch has reported a change since, the list may lack it, so list again. Comparing versions
+                # is not enough: after etcd was restored they may be lower.
+                if self._events == events:
+                    self._stored = {slice_object["metadata"]["name"]: slice_object for slice_object in slices}
+                    self._version = int(version)
+                    break
         self._changed.set()
         return version
 
     def _apply_event(self, kind: str, slice_object: dict[str, Any]) -> None:
         name, version = slice_object["metadata"]["name"], _version_of(slice_object)
         with self._guard:
-            stored = self._stored or {}
+            stored = self._stored
             # Ignore events that are older than the last list, or than the result of this driver's own write.
-            if version <= self._version or version < _version_of(stored.get(name)):
+            if stored is None or version <= self._version or version < _version_of(stored.get(name)):
                 return
             self._version = version
+            self._events += 1
             if kind == "DELETED":
                 stored.pop(name, None)
             elif kind in ("ADDED", "MODIFIED"):

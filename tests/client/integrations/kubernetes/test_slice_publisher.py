@@ -12,7 +12,7 @@ from gpulease.client.integrations.kubernetes import slice_publisher
 from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
 from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.resource_pool import PublishedCard, Trouble, device_of
-from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
+from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher, Slices
 from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
 from helpers.waiting import wait_until
 
@@ -36,10 +36,13 @@ class Published:
         self.cards: list[PublishedCard] | None = [PublishedCard("GPU-0", "H200", "cuda", 80 * GIB)]
         self.messages: list[str] = []
 
-    def start(self) -> SlicePublisher:
+    def cluster(self) -> KubernetesCluster:
         cluster = KubernetesCluster(self.api.url, self._account, None)
-        publisher = SlicePublisher(cluster, NODE, self._devices, self.messages.append)
         self._stack.callback(cluster.close)
+        return cluster
+
+    def start(self, cluster: Slices | None = None) -> SlicePublisher:
+        publisher = SlicePublisher(cluster or self.cluster(), NODE, self._devices, self.messages.append)
         self._stack.callback(publisher.stop)
         return publisher
 
@@ -69,6 +72,28 @@ def _without_times(device: dict[str, Any]) -> dict[str, Any]:
     return device | {"taints": [{k: v for k, v in taint.items() if k != "timeAdded"} for taint in device["taints"]]}
 
 
+class LateList:
+    """A cluster of which one list, once `is_armed`, arrives after the watch has reported a later change."""
+
+    def __init__(self, cluster: KubernetesCluster, api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._cluster, self._api, self._monkeypatch = cluster, api, monkeypatch
+        self.publisher: SlicePublisher | None = None
+        self.is_armed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cluster, name)
+
+    def slices(self, node: str) -> tuple[list[dict[str, Any]], str]:
+        found, version = self._cluster.slices(node)
+        publisher = self.publisher
+        if self.is_armed and publisher is not None:
+            self.is_armed = False
+            self._monkeypatch.setattr(slice_publisher, "RELIST_S", 300.0)
+            self._api.change(found[0]["metadata"]["name"], devices=[])
+            wait_until(lambda: publisher._version > int(version), "the watch has reported the change")
+        return found, version
+
+
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Published]:
     # Polls and pauses of a test's length.
@@ -76,6 +101,19 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publi
         monkeypatch.setattr(slice_publisher, name, seconds)
     with ExitStack() as stack:
         yield Published(stack, tmp_path)
+
+
+def test_a_list_that_arrives_after_a_later_event_does_not_hide_it(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = published.cluster()
+    late = LateList(cluster, published.api, monkeypatch)
+    late.publisher = published.start(late)
+    published.wait("the slice is there")
+    late.is_armed = True
+    monkeypatch.setattr(slice_publisher, "RELIST_S", 0.0)
+    wait_until(lambda: not late.is_armed, "it has listed")
+    published.wait("it is restored")
 
 
 def test_the_node_s_cards_are_published_with_the_node_as_their_owner(published: Published) -> None:
