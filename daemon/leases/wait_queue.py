@@ -134,7 +134,7 @@ def shape_of(waiter: Waiter) -> WaiterShape:
     return WaiterShape(waiter.candidates, is_returning, terms.exclusivity, terms.contexts, terms.is_parkable)
 
 
-class Place(NamedTuple):
+class QueuePlace(NamedTuple):
     """Where a waiter is in the queue: its number in the order of joining, and the indexes that have it."""
 
     number: int
@@ -226,7 +226,7 @@ class WaitQueue:
         self.order = order
         # Indexes of the waiters: their places by request, those of each shape, and the number of holders in each group.
         self._last_number = 0
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, QueuePlace] = {}
         self._shapes: dict[WaiterShape, WaitersOfShape] = {}
         self._groups: Counter[HoldGroup] = Counter()
         # The ends of all holds, in ascending order.
@@ -273,7 +273,7 @@ class WaitQueue:
             if acquire.terms.name:
                 self._named[acquire.terms.name] = waiter
         self._last_number += 1
-        place = self._places[acquire.request] = Place(self._last_number, shape_of(waiter), waiter.group)
+        place = self._places[acquire.request] = QueuePlace(self._last_number, shape_of(waiter), waiter.group)
         if place.shape not in self._shapes:
             self._shapes[place.shape] = WaitersOfShape(place.shape)
         self._shapes[place.shape].add(place.number, waiter)
