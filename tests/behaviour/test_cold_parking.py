@@ -47,20 +47,14 @@ from gpulease.protocol.messages import Empty, LeaseMove, LeaseRevoke
 from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.lasting import LastingDaemon
-from helpers.parking import row
+from helpers.parking import park_limits, row
 from helpers.pointers import POINTERS, chase_args, count_args
 from helpers.waiting import PATIENCE_S, wait_until
 
 MIB = 1 << 20
 SLICE = 64 * MIB
 N = 10_000
-CONFIG = """
-[limits]
-park_memory = "2GiB"
-overcommit = 4.0
-park_stay_ms = 0
-parks_per_minute = 1000000
-"""
+CONFIG = park_limits("2GiB")
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,11 @@ import pytest
 
 from helpers.copies_ahead import CopiesAhead
 from helpers.daemon import Daemon, running
+from helpers.parking import park_limits
 
 MIB = 1 << 20
 SIZE = 128 * MIB
-CONFIG = """
-[limits]
-park_memory = "2GiB"
-overcommit = 4.0
-park_stay_ms = 0
-parks_per_minute = 1000000
-"""
+CONFIG = park_limits("2GiB")
 
 
 @pytest.fixture

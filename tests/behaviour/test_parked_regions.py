@@ -13,16 +13,11 @@ from gpulease.client.errors import RegionExpired, RegionFailed, RegionFreed, Reg
 from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import TRANSFORM, floats
 from helpers.lasting import LastingDaemon
+from helpers.parking import park_limits
 from helpers.region_scene import REGION_BYTES, SLICE_BYTES, N, Scene
 from helpers.waiting import wait_until
 
-CONFIG = """
-[limits]
-park_memory = "1GiB"
-overcommit = 4.0
-park_stay_ms = 0
-parks_per_minute = 1000000
-"""
+CONFIG = park_limits("1GiB")
 
 
 @pytest.fixture(scope="module")

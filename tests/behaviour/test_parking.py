@@ -37,18 +37,12 @@ from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon, lent, running
 from helpers.lasting import LastingDaemon
-from helpers.parking import row
+from helpers.parking import park_limits, row
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
 SLICE = 60 * MIB
-CONFIG = """
-[limits]
-park_memory = "4GiB"
-overcommit = 4.0
-park_stay_ms = 100
-parks_per_minute = 1000000
-"""
+CONFIG = park_limits("4GiB", stay_ms=100)
 
 
 @pytest.fixture(scope="module")

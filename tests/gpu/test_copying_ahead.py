@@ -7,18 +7,13 @@ import pytest
 from helpers.copies_ahead import CopiesAhead
 from helpers.daemon import Daemon, running
 from helpers.nvml import Cards
+from helpers.parking import park_limits
 
 pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 SIZE = 2 * GIB
-CONFIG = """
-[limits]
-park_memory = "10GiB"
-overcommit = 4.0
-park_stay_ms = 0
-parks_per_minute = 1000000
-"""
+CONFIG = park_limits("10GiB")
 
 
 @pytest.fixture
