@@ -30,8 +30,10 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRef
 
 MODELS: Final = 8
-RESIDENT: Final = 4
-"""Number of models for which the card has room."""
+"""Number of models by default. The card has room for half of them."""
+
+SPARE_MODELS: Final = 2
+"""By default, host memory has room for the parked models and this many more: one that leaves, one that returns."""
 
 MODEL_BYTES: Final = {"cpu": 64 << 20, "cuda": 16 << 30}
 
@@ -78,21 +80,51 @@ class PatternFigures:
         return figures | {"refused": float(self.refused), "wrong": float(self.wrong)}
 
 
-def patterns() -> dict[str, Iterator[int]]:
-    """Return the models' numbers in the order of the requests, by pattern; each is the same in every run."""
-    turn, uniform, zipf = itertools.cycle(range(MODELS)), random.Random(1), random.Random(2)
-    weights = [1 / (number + 1) for number in range(MODELS)]
+def patterns(models: int) -> dict[str, Iterator[int]]:
+    """Return the numbers, from 0, of the requested models by pattern; each pattern is the same in every run."""
+    turn, uniform, zipf = itertools.cycle(range(models)), random.Random(1), random.Random(2)
+    weights = [1 / (number + 1) for number in range(models)]
     return {
         "in turn": turn,
-        "at random": iter(lambda: uniform.randrange(MODELS), -1),
-        "Zipf": iter(lambda: zipf.choices(range(MODELS), weights)[0], -1),
+        "at random": iter(lambda: uniform.randrange(models), -1),
+        "Zipf": iter(lambda: zipf.choices(range(models), weights)[0], -1),
     }
 
 
-def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLine) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ParkPlan:
+    """What to measure.
+
+    Attributes:
+        size_bytes: Size of each model.
+        models: Number of models. The card has room for half of them, rounded down.
+        host_models: For how many models `park_memory` has room.
+        pattern_s: Seconds that each pattern runs, parked and loaded again.
+    """
+
+    size_bytes: int
+    models: int
+    host_models: int
+    pattern_s: float
+
+    @property
+    def resident(self) -> int:
+        """Number of models for which the card has room."""
+        return self.models // 2
+
+
+def measure_park(
+    driver: str,
+    size_bytes: int | None,
+    seconds: float,
+    log: LogLine,
+    models: int = MODELS,
+    host_models: int | None = None,
+) -> dict[str, Any]:
     """Measure models that are parked, and models that are loaded again, for `seconds` together; returns the report.
 
-    Raises MissingPrerequisite.
+    None means the default size, and host memory for the parked models and SPARE_MODELS more. Raises
+    MissingPrerequisite.
     """
     # Step 1: start a daemon on the whole card, to find out how many bytes a model's lease is charged.
     with private_daemon(driver) as address:
@@ -101,23 +133,24 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLi
         slice_bytes = size_bytes + EXTRA_BYTES[card["driver"]]
         with _builder(address, slice_bytes).acquire():
             charge_bytes = int(first_card(address, "held_bytes")["held_bytes"])
+    host_models = models - models // 2 + SPARE_MODELS if host_models is None else host_models
+    plan = ParkPlan(size_bytes, models, host_models, seconds / 2 / len(patterns(models)))
     # Step 2: start one with so little memory that the contexts of all models fit, but only some models.
     over_bytes = charge_bytes - slice_bytes
-    vram_bytes = MODELS * over_bytes + RESIDENT * slice_bytes + slice_bytes // 2
+    vram_bytes = models * over_bytes + plan.resident * slice_bytes + slice_bytes // 2
     vram_bytes = min(vram_bytes, int(card["capacity_bytes"]))
-    # Reserve host memory for the parked models, the one that leaves the card, and the one that returns.
-    settings = _SETTINGS.format(park_memory=(MODELS - RESIDENT + 2) * (slice_bytes + (4 << 20)))
-    pattern_s = seconds / 2 / len(patterns())
+    settings = _SETTINGS.format(park_memory=host_models * (slice_bytes + (4 << 20)))
     report: dict[str, Any] = {
         "card": card["name"],
         "driver": card["driver"],
-        "models": MODELS,
+        "models": models,
+        "host_models": host_models,
         "model_bytes": size_bytes,
         "on": vram_bytes,
     }
     with private_daemon(driver, vram=(str(vram_bytes),), settings=settings) as address:
-        report["parked"] = _measure_parked(address, slice_bytes, size_bytes, pattern_s, log)
-        report["loaded again"] = _measure_loaded(address, slice_bytes, size_bytes, pattern_s, log)
+        report["parked"] = _measure_parked(address, slice_bytes, plan, log)
+        report["loaded again"] = _measure_loaded(address, slice_bytes, plan, log)
     return report
 
 
@@ -133,16 +166,14 @@ def _builder(address: str, size_bytes: int) -> GpuBuilder:
     return builder.exclusivity(GpuExclusivityClass.SHARED)
 
 
-def _measure_parked(
-    address: str, slice_bytes: int, size_bytes: int, pattern_s: float, log: LogLine
-) -> dict[str, Figures]:
+def _measure_parked(address: str, slice_bytes: int, plan: ParkPlan, log: LogLine) -> dict[str, Figures]:
     with contextlib.ExitStack() as stack:
-        log(f"{MODELS} models of {size_bytes >> 20} MiB")
+        log(f"{plan.models} models of {plan.size_bytes >> 20} MiB")
         models: list[tuple[GpuLease, WovenData]] = []
-        for number in range(MODELS):
+        for number in range(plan.models):
             lease = stack.enter_context(_builder(address, slice_bytes).acquire())
             session = stack.enter_context(GpuSession(lease))
-            models.append((lease, WovenData(session, size_bytes, 2 * number + 1)))
+            models.append((lease, WovenData(session, plan.size_bytes, 2 * number + 1)))
             models[-1][1].begin()
         # Use each model once, so that the host memory is populated.
         for _, model in models:
@@ -156,7 +187,7 @@ def _measure_parked(
             took_s = time.perf_counter() - began
             return is_resident, took_s, model.check()
 
-        return _run(request, pattern_s, log, "parked")
+        return _run(request, plan, log, "parked")
 
 
 def _phase(address: str, lease: GpuLease) -> str:
@@ -166,9 +197,9 @@ def _phase(address: str, lease: GpuLease) -> str:
 class _LoadedModels:
     """Leases that are filled from a file. If there is no room, the one used least recently is freed."""
 
-    def __init__(self, address: str, slice_bytes: int, size_bytes: int, source: mmap.mmap) -> None:
+    def __init__(self, address: str, slice_bytes: int, plan: ParkPlan, source: mmap.mmap) -> None:
         self._address, self._source = address, source
-        self._slice_bytes, self._size_bytes = slice_bytes, size_bytes
+        self._slice_bytes, self._plan = slice_bytes, plan
         self._models: OrderedDict[int, tuple[GpuLease, WovenData]] = OrderedDict()
 
     def request(self, number: int) -> tuple[bool, float, int]:
@@ -182,13 +213,14 @@ class _LoadedModels:
         return is_loaded, took_s, model.check()
 
     def _load(self, number: int) -> None:
-        if len(self._models) == RESIDENT:
+        if len(self._models) == self._plan.resident:
             self._end(self._models.popitem(last=False)[1])
         lease = _builder(self._address, self._slice_bytes).acquire()
-        model = WovenData(GpuSession(lease), self._size_bytes, 1, is_woven=False)
+        size_bytes = self._plan.size_bytes
+        model = WovenData(GpuSession(lease), size_bytes, 1, is_woven=False)
         with memoryview(self._source) as view:
-            for at in range(0, self._size_bytes, PIECE_BYTES):
-                model.session.mem_write(model.block, at, view[at : min(at + PIECE_BYTES, self._size_bytes)])
+            for at in range(0, size_bytes, PIECE_BYTES):
+                model.session.mem_write(model.block, at, view[at : min(at + PIECE_BYTES, size_bytes)])
         self._models[number] = (lease, model)
 
     def _end(self, model: tuple[GpuLease, WovenData]) -> None:
@@ -200,9 +232,8 @@ class _LoadedModels:
             self._end(self._models.popitem()[1])
 
 
-def _measure_loaded(
-    address: str, slice_bytes: int, size_bytes: int, pattern_s: float, log: LogLine
-) -> dict[str, Figures]:
+def _measure_loaded(address: str, slice_bytes: int, plan: ParkPlan, log: LogLine) -> dict[str, Figures]:
+    size_bytes = plan.size_bytes
     log("the same from the page cache")
     with tempfile.TemporaryFile() as file:
         # Let the card compute the bytes, with 0 as the origin. Every model is loaded from this file.
@@ -213,20 +244,20 @@ def _measure_loaded(
                 file.write(session.mem_read(model.block, at, min(PIECE_BYTES, size_bytes - at)))
         file.flush()
         with mmap.mmap(file.fileno(), size_bytes, prot=mmap.PROT_READ) as source:
-            models = _LoadedModels(address, slice_bytes, size_bytes, source)
+            models = _LoadedModels(address, slice_bytes, plan, source)
             try:
-                return _run(models.request, pattern_s, log, "loaded again")
+                return _run(models.request, plan, log, "loaded again")
             finally:
                 models.close()
 
 
 def _run(
-    request: Callable[[int], tuple[bool, float, int]], pattern_s: float, log: LogLine, label: str
+    request: Callable[[int], tuple[bool, float, int]], plan: ParkPlan, log: LogLine, label: str
 ) -> dict[str, Figures]:
     figures: dict[str, Figures] = {}
-    for name, numbers in patterns().items():
+    for name, numbers in patterns(plan.models).items():
         log(f"{label}: requests {name}")
-        counted, deadline_s = PatternFigures(), time.monotonic() + pattern_s
+        counted, deadline_s = PatternFigures(), time.monotonic() + plan.pattern_s
         while time.monotonic() < deadline_s:
             try:
                 is_resident, took_s, wrong = request(next(numbers))
@@ -242,7 +273,8 @@ def _run(
 def park_table(report: dict[str, Any]) -> str:
     """Lay out a row for each pattern, parked and loaded again."""
     names = ("requests", "hit_rate", "back_p50_ms", "back_p99_ms", "there_p50_ms", "there_p99_ms", "refused", "wrong")
-    head = [f"{report['models']} models of {report['model_bytes'] >> 20} MiB on {report['card']}", *names]
+    title = f"{report['models']} models of {report['model_bytes'] >> 20} MiB on {report['card']}"
+    head = [f"{title}, host memory for {report['host_models']}", *names]
     rows = [
         [f"{start_kind}, {pattern}", *(f"{figures[name]:.3g}" if name in figures else "" for name in names)]
         for start_kind in ("parked", "loaded again")

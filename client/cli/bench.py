@@ -16,7 +16,7 @@ from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import keeps_core_bounds, measure_core
 from gpulease.client.bench.figures import Figures, LogLine, print_figures
 from gpulease.client.bench.host_floors import with_floors
-from gpulease.client.bench.park_models import is_right, measure_park, park_table
+from gpulease.client.bench.park_models import MODELS, SPARE_MODELS, is_right, measure_park, park_table
 from gpulease.client.bench.park_storm import is_calm, measure_storm, storm_table
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
@@ -121,6 +121,18 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="With --park: the size of each model; by default 16,384 on a card, otherwise 64.",
 )
 @click.option(
+    "--models",
+    type=click.IntRange(min=2),
+    default=MODELS,
+    show_default=True,
+    help="With --park: the number of models; the card has room for half of them.",
+)
+@click.option(
+    "--host-models",
+    type=_POSITIVE,
+    help=f"With --park: for how many models park_memory has room; by default for the parked ones and {SPARE_MODELS}.",
+)
+@click.option(
     "--decode",
     is_flag=True,
     help="Instead, measure the steps and kernels of the decode engine; print each figure as a JSON object on a line.",
@@ -169,6 +181,8 @@ def bench(
     park: bool,
     park_storm: bool,
     model_mib: int | None,
+    models: int,
+    host_models: int | None,
     decode: bool,
     round_trips: bool,
     check: bool,
@@ -192,7 +206,7 @@ def bench(
         raise click.UsageError("--against needs --check")
     minutes = minutes or (QUICK_MINUTES if quick else STORM_MINUTES)
     if park:
-        _run_park(driver, model_mib, minutes, log, as_json)
+        _run_park(driver, model_mib, (models, host_models), minutes, log, as_json)
     if park_storm:
         report = measure_storm(driver, minutes, log)
         click.echo(indented_json(report) if as_json else storm_table(report))
@@ -232,9 +246,11 @@ def _run_round_trips(plan: RunSize, log: LogLine, as_json: bool) -> None:
     click.echo(indented_json(report) if as_json else text)
 
 
-def _run_park(driver: str, model_mib: int | None, minutes: float, log: LogLine, as_json: bool) -> NoReturn:
+def _run_park(
+    driver: str, model_mib: int | None, counts: tuple[int, int | None], minutes: float, log: LogLine, as_json: bool
+) -> NoReturn:
     size_bytes = None if model_mib is None else model_mib << 20
-    report = measure_park(driver, size_bytes, minutes * 60, log)
+    report = measure_park(driver, size_bytes, minutes * 60, log, *counts)
     click.echo(indented_json(report) if as_json else park_table(report))
     sys.exit(0 if is_right(report) else 1)
 

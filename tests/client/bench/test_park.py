@@ -58,8 +58,10 @@ def test_a_wrong_word_is_found_wherever_it_is(daemon: Daemon) -> None:
 
 @pytest.mark.exhaustive
 def test_models_take_turns_and_a_storm_is_sound() -> None:
-    report = measure_park("cpu", 2 << 20, 6.0, lambda text: None)
+    report = measure_park("cpu", 2 << 20, 6.0, lambda text: None, models=6, host_models=6)
     assert is_right(report)
+    # The card has room for three of the six, so no request in turn finds its model there.
+    assert report["parked"]["in turn"]["hit_rate"] == 0
     assert all(0 < figures["hit_rate"] < 1 for name, figures in report["parked"].items() if name != "in turn")
     assert "Zipf" in park_table(report)
     # Long enough for a broker that is killed.
