@@ -81,7 +81,7 @@ import stat
 import struct
 import time
 from enum import IntEnum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
@@ -183,20 +183,34 @@ _BOTH_GONE_BY: Final = struct.Struct("=QQ")
 
 
 class Counter(IntEnum):
-    """Fields of the claims page, by their position in words of 8 bytes."""
+    """Fields of the claims page, by their position in words of 8 bytes.
 
-    LAUNCHES = 0
-    SYNCS = 1
-    FAILED_OPS = 2
+    Attributes:
+        metrics: The names of the metric families that add up the counter over sessions. A counter with a metric only
+          grows during a session's life.
+    """
+
+    metrics: tuple[str, ...]
+
+    def __new__(cls, position: int, *metrics: str) -> Self:
+        counter = int.__new__(cls, position)
+        counter._value_ = position
+        counter.metrics = metrics
+        return counter
+
+    LAUNCHES = 0, "gpu_session_launch"
+    # The page counts successful and failed waits separately; the metric counts all.
+    SYNCS = 1, "gpu_session_sync"
+    FAILED_OPS = 2, "gpu_session_operation_errors"
     ALLOCATED_BYTES = 3
-    OPS = 4
+    OPS = 4, "gpu_session_operation"
     LAST_POLL_NS = 5
     DOING = 6
     KERNEL_SINCE_NS = 7
     COMPILING_SINCE_NS = 8
-    SYNC_ERRORS = 9
-    COPIES = 10
-    COPIED_BYTES = 11
+    SYNC_ERRORS = 9, "gpu_session_sync_errors", "gpu_session_sync"
+    COPIES = 10, "gpu_session_copy"
+    COPIED_BYTES = 11, "gpu_session_copied_bytes"
     CONNECTIONS = 12
     MOST_ALLOCATED_BYTES = 13
     KEPT_BYTES = 14
@@ -211,8 +225,8 @@ class Counter(IntEnum):
     LAST_BUSY_FROM_NS = 23
     LAST_BUSY_UNTIL_NS = 24
     TRANSFER = 25
-    AHEAD_DISCARDED = 26
-    AHEAD_DISCARDED_BYTES = 27
+    AHEAD_DISCARDED = 26, "gpu_lease_park_ahead_discarded"
+    AHEAD_DISCARDED_BYTES = 27, "gpu_lease_park_ahead_discarded_bytes"
 
 
 class Transfer(IntEnum):
@@ -228,17 +242,7 @@ class Transfer(IntEnum):
     SERVES = 2
 
 
-SESSION_TOTALS: Final = (
-    Counter.LAUNCHES,
-    Counter.SYNCS,
-    Counter.SYNC_ERRORS,
-    Counter.COPIES,
-    Counter.COPIED_BYTES,
-    Counter.OPS,
-    Counter.FAILED_OPS,
-    Counter.AHEAD_DISCARDED,
-    Counter.AHEAD_DISCARDED_BYTES,
-)
+SESSION_TOTALS: Final = tuple(counter for counter in Counter if counter.metrics)
 """Counters that only grow during a session's life. Metrics add them up."""
 
 SESSION_USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)

@@ -20,8 +20,7 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.leases import Cause
-from gpulease.daemon.record.metrics import families
-from gpulease.daemon.record.metrics.families import MetricFamily
+from gpulease.daemon.record.metrics.families import SESSION_FAMILIES, MetricFamily
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import ZygoteClient
 from gpulease.protocol.failures import KILLED, LEASE_ENDS
@@ -311,17 +310,6 @@ MAX_COUNT: Final = 1 << 53
 per microsecond it is reached in 285 years."""
 
 _ZEROS: Final = (0,) * len(SESSION_TOTALS)
-_FAMILIES: Final = (
-    families.SESSION_LAUNCHES,
-    families.SESSION_SYNCS,
-    families.SESSION_SYNC_ERRORS,
-    families.SESSION_COPIES,
-    families.SESSION_COPIED_BYTES,
-    families.SESSION_OPERATIONS,
-    families.SESSION_OPERATION_ERRORS,
-    families.AHEAD_DISCARDED,
-    families.AHEAD_DISCARDED_BYTES,
-)
 
 
 def counter_increments(worker: Worker) -> list[tuple[MetricFamily, float]]:
@@ -332,10 +320,12 @@ def counter_increments(worker: Worker) -> list[tuple[MetricFamily, float]]:
     before = worker.counted or _ZEROS
     now = _read(worker.page, before)
     worker.counted = now
-    increments = [new - old for new, old in zip(now, before, strict=True)]
-    # The page counts successful and failed waits separately; the metric counts all.
-    increments[1] += increments[2]
-    return [(family, float(count)) for family, count in zip(_FAMILIES, increments, strict=True) if count]
+    increments: dict[MetricFamily, float] = {}
+    for added_to, new, old in zip(SESSION_FAMILIES, now, before, strict=True):
+        if new != old:
+            for family in added_to:
+                increments[family] = increments.get(family, 0.0) + (new - old)
+    return list(increments.items())
 
 
 def skip_counts(worker: Worker) -> None:

@@ -135,7 +135,7 @@ ROOMS: Final = (
     _room("daemon/fleet/records", WING, "fleet/etcd host"),
     _room("daemon/fleet/etcd", WING, "host"),
     _room("daemon/config", HALL, "capabilities drivers host leases log remote sandbox web"),
-    _room("daemon/record", HALL, "capabilities host leases log"),
+    _room("daemon/record", HALL, "capabilities contract host leases log"),
     _room("daemon/web", HALL, "contract host log sandbox"),
     _room("daemon/remote", HALL, "contract host log sandbox"),
     _room("daemon/gpus", HALL, "host leases log"),

@@ -18,6 +18,7 @@ from dataclasses import field
 from enum import Enum
 from typing import Final
 
+from gpulease.daemon.contract.control_page import SESSION_TOTALS
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import encodable
 
@@ -329,6 +330,11 @@ BUILD_INFO: Final = _gauge("gpulease_build_info", "1, with the running version a
 
 FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstance(value, MetricFamily))
 """Every family, in the order of this file."""
+
+_BY_NAME: Final = {family.name: family for family in FAMILIES}
+
+SESSION_FAMILIES: Final = tuple(tuple(_BY_NAME[name] for name in counter.metrics) for counter in SESSION_TOTALS)
+"""The families to which each counter of SESSION_TOTALS is added."""
 
 
 Labels = tuple[str, ...]

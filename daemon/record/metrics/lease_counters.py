@@ -19,21 +19,12 @@ from gpulease.daemon.record.metrics.families import (
 )
 from gpulease.protocol.time_units import NS_PER_S
 
-_OF_SESSIONS: Final = (
-    families.SESSION_LAUNCHES,
-    families.SESSION_SYNCS,
-    families.SESSION_SYNC_ERRORS,
-    families.SESSION_COPIES,
-    families.SESSION_COPIED_BYTES,
-    families.SESSION_OPERATIONS,
-    families.SESSION_OPERATION_ERRORS,
+_OF_SESSIONS: Final = {family for added_to in families.SESSION_FAMILIES for family in added_to} | {
     families.SESSION_BUSY_SECONDS,
     families.SESSION_GPU_SECONDS,
     families.SESSION_HELD_BACK_SECONDS,
-    families.AHEAD_DISCARDED,
-    families.AHEAD_DISCARDED_BYTES,
-)
-"""The counters on workers' control pages."""
+}
+"""The families of which `LeaseCounters.worked` gets the increments."""
 
 _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {
     families.IMAGE_MISMATCHES,

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.contract.control_page import SESSION_TOTALS, BrokerPage, Counter, WorkerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.workers.worker import MAX_COUNT, Worker, counter_increments, held_bytes, skip_counts
@@ -46,6 +46,12 @@ def test_each_thing_is_told_once(scene: Scene) -> None:
     scene.shows(LAUNCHES=13)
     assert scene.news() == {"gpu_session_launch": 3}
     assert scene.news() == {}
+
+
+def test_every_total_of_a_page_has_a_family_of_its_own() -> None:
+    counted = {counter.metrics[0] for counter in SESSION_TOTALS}
+    assert len(counted) == len(SESSION_TOTALS)
+    assert {family.name for added_to in families.SESSION_FAMILIES for family in added_to} == counted
 
 
 def test_waits_are_all_waits(scene: Scene) -> None:
