@@ -7,10 +7,10 @@
 
 `acquire`, `GpuSession(lease)`, `GpuSession.attach`, `region` and `stream` open something: use `async with` or `await`.
 
-Cancelling an operation that has started ends only the wait, and the operation continues. The operation continues in the
-background until its reply, so that requests and replies on the connection stay in step, and the next operation waits
-for it. A cancelled mem_read may still write to `into`, and a cancelled mem_write still reads its data. Cancelling
-`acquire` or the opening of a session closes their connection.
+Cancelling an operation that has started ends only the wait. The operation continues in the background until its reply,
+so that requests and replies on the connection stay in step, and the next operation waits for it. A cancelled mem_read
+may still write to `into`, and a cancelled mem_write still reads its data. Cancelling `acquire` or the opening of a
+session closes their connection.
 
 A host name in a TCP address is resolved by the system's resolver, which blocks the event loop. To avoid that, use an IP
 address.

@@ -1,4 +1,4 @@
-"""Runs procedures in the calling task: the event loop for sockets and pauses, an asyncio lock for turns."""
+"""Runs procedures in the calling task: the event loop for sockets and pauses, an asyncio lock for taking turns."""
 
 import asyncio
 from _thread import start_new_thread
@@ -78,7 +78,7 @@ async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
         body: The body of the request.
         address: The daemon's address; GPULEASE_ADDRESS or the default socket if None.
 
-    Raises the error that the daemon replied with, Disconnected or TimedOut.
+    Raises the error in the daemon's reply, Disconnected or TimedOut.
     """
     return await drive(ask_once(address_of(address), op, body))
 
@@ -97,7 +97,7 @@ class ConnectionLock(asyncio.Lock):
         task.add_done_callback(self._abandoned.discard)
 
     async def wait_for_abandoned(self) -> None:
-        """Wait until all of these tasks have ended and the objects that they created were given back."""
+        """Wait until all abandoned tasks have ended and the objects that they created were given back."""
         # A task that ends may start another task, which releases its result: check again.
         while self._abandoned:
             await asyncio.wait(self._abandoned)
@@ -125,7 +125,7 @@ async def undisturbed(
         # Because of shield(), cancelling the caller ends the wait, but not the task.
         await asyncio.shield(task)
         return results.pop()
-    # The caller does not wait any more. What the task makes must be given back, or dropped with the task.
+    # The caller no longer waits. The task's result must be given back, or dropped with the task.
     except asyncio.CancelledError:
         _abandon(task, None if give_back is None else _give_back_when_done(task, results, give_back), lock)
         raise
@@ -174,15 +174,13 @@ async def _give_back_when_done(
 def _on_task_end(task: "asyncio.Task[Any]") -> None:
     _tasks_in_progress.discard(task)
     if not task.cancelled():
-        # Retrieve the exception. Otherwise the loop logs that no one did, although the caller was cancelled on purpose.
+        # Retrieve the exception. Otherwise the loop logs it as never retrieved, although the caller was cancelled on
+        # purpose.
         task.exception()
 
 
 async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
-    """Drive a procedure under the lock that the caller has acquired, so that no other operation comes between.
-
-    Then release the lock.
-    """
+    """Drive a procedure under a lock that the caller has acquired, then release the lock."""
     try:
         return await drive(procedure)
     finally:
@@ -278,7 +276,7 @@ async def _wait(step: Wait) -> bool:
 
 
 def _wake(ready: "asyncio.Future[bool]", has_room_or_bytes: bool) -> None:
-    # Several of them may come in the same round of the loop.
+    # Several of these may happen in the same round of the loop.
     if not ready.done():
         ready.set_result(has_room_or_bytes)
 

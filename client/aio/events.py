@@ -92,7 +92,7 @@ class _Watch:
 
 
 class WarningWatch(_Watch):
-    """Calls back on every warning of a lease's end, from a task, until it is stopped or the lease ends.
+    """Reports every warning of a lease's end to a callback, from a task, until stopped or the lease ends.
 
     Attributes:
         error: Why no more warnings will come although the lease has not ended; None while they may come.
@@ -117,7 +117,7 @@ class WarningWatch(_Watch):
 
 
 class KeepAlive(_Watch):
-    """Renews a lease until it is stopped, its `async with` block ends, the lease is freed, dropped or lost.
+    """Renews a lease until this object is stopped, its `async with` block ends, or the lease is freed, dropped or lost.
 
     When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
     `on_loss`, leaving the block raises the error, unless the block is left by another exception.
@@ -140,7 +140,7 @@ class KeepAlive(_Watch):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         await self.stop()
-        # An error of the block itself is more important than the loss.
+        # An error of the block itself matters more than the loss.
         if kind is None:
             raise_unreported(self.loss, self._on_loss)
 

@@ -8,7 +8,7 @@ from gpulease.client.core.session import SessionCore
 
 
 def free_when_idle(session: SessionCore) -> None:
-    """Free the objects that a program drops in a session, while the session is idle, until it ends.
+    """Until a session ends, free the objects that its program drops while the session is idle.
 
     Runs in the session's event loop.
     """

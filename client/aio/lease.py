@@ -70,7 +70,7 @@ class GpuLease(LeaseView):
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
-        """Free the lease; everything in its session is lost. If it has ended already, raises the error of its end."""
+        """Free the lease; everything in its session is lost. Raises the error of its end if it has already ended."""
         await self._run(self._state.free())
 
     def reacquire(self) -> "AsyncOpening[GpuLease]":
@@ -116,7 +116,7 @@ class GpuLease(LeaseView):
         return await self._run(self._state.notes(several))
 
     async def query(self) -> LeaseReport:
-        """Ask the daemon for the lease's state, also after its end.
+        """Ask the daemon for the lease's state, even after its end.
 
         `LeaseReport` describes the members and their units.
         """
@@ -199,7 +199,7 @@ class GpuLease(LeaseView):
         )
 
     def watch_regions(self) -> RegionWatch:
-        """Subscribe to the launches that any region of this lease refuses."""
+        """Subscribe to notices of launches that were refused because of any region of this lease."""
         return RegionWatch(self._state.refusal_stream())
 
     async def grow(self, size: int | str) -> None:
@@ -225,7 +225,7 @@ class GpuLease(LeaseView):
         await self._run(resize(self._state, size, "shrink", -1))
 
     async def park(self) -> int:
-        """Move the session's memory to the host's memory now, so that others can use its bytes on the card.
+        """Move the session's memory to host memory now, so that others can use its bytes on the card.
 
         The lease must be parkable (`GpuBuilder().parkable()`). The session's next operation brings the memory back to
         the same addresses, and waits for that. This call returns once the card shows the bytes as free.

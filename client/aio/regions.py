@@ -70,7 +70,7 @@ class Region(RegionView):
         await self._run(self._state.note(data))
 
     async def query(self) -> LeaseReport:
-        """Ask the daemon for the region's state, also after its end, as `GpuLease.query` does."""
+        """Ask the daemon for the region's state, even after its end, as `GpuLease.query` does."""
         return await self._run(self._state.query())
 
     def events(self) -> LeaseEvents:
@@ -78,7 +78,7 @@ class Region(RegionView):
         return LeaseEvents(self._state.event_stream())
 
     def watch(self) -> RegionWatch:
-        """Subscribe to the launches that the region refuses."""
+        """Subscribe to notices of launches that were refused because of the region."""
         return RegionWatch(self._refusals())
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
@@ -91,7 +91,7 @@ class Region(RegionView):
         return keep_alive(self, on_loss)
 
     async def close(self) -> None:
-        """End the region if it has not ended, and release its addresses, so that all its bytes are the lease's again.
+        """End the region if it has not ended, and release its addresses, so that all its bytes return to the lease.
 
         Until then a part of its memory stays reserved (`GpuLease.region`). A kernel that uses its addresses after this
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
@@ -110,7 +110,7 @@ class Region(RegionView):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # An error of the block itself is more important than that of the close.
+        # An error of the block itself matters more than an error of the close.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             await self.close()
 

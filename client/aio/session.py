@@ -48,11 +48,11 @@ class GpuSession(SessionView):
     which are only queued. The worker executes these in order; when one fails, it skips those queued after it. The next
     operation that waits raises that failure and is itself not executed. A session holds a reference to its lease.
 
-    Leaving its `async with` block waits, as `sync` does, for work that was not waited for, and raises any failure. It
-    waits at most for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease
-    has ended. A block left by an exception does not wait, and `close` does not wait either. A session that was opened
-    by a token and has loaded no module waits only for its own requests. It does not wait for kernels of other sessions,
-    and does not report their failures.
+    Leaving its `async with` block waits, as `sync` does, for unfinished work, and raises any failure. It waits at most
+    for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease has ended. A
+    block left by an exception does not wait, and `close` does not wait either. A session that was opened by a token and
+    has loaded no module waits only for its own requests. It does not wait for kernels of other sessions, and does not
+    report their failures.
 
     A failure of one operation is an OperationFailed, and the session continues. GpuSessionFailed means that the session
     is lost.
@@ -88,7 +88,7 @@ class GpuSession(SessionView):
         name: str | None = None,
         shared_memory: bool = True,
     ) -> AsyncOpening[Self]:
-        """Open a session on another tenant's lease with a token; it may do what the token permits, until that expires.
+        """Open a session on another tenant's lease; it may do what the token permits until the token expires.
 
         A token opens one session. Without a token, this opens a session on the lease that `gpulease run` or a cluster
         acquired for this program: GPULEASE_LEASE_ID names it, or it is one of the container's (GPULEASE_LEASES).
@@ -187,11 +187,11 @@ class GpuSession(SessionView):
 
         Args:
             values: The elements.
-            dtype: The dtype to convert the elements to; if None, they keep theirs. "bfloat16" and "float8_..." come
-                from ml_dtypes.
+            dtype: The dtype to convert the elements to; if None, they are not converted. "bfloat16" and "float8_..."
+                come from ml_dtypes.
 
         Raises:
-            InvalidRequest: The values are not an array of numbers, or have over 8 dimensions.
+            InvalidRequest: The values are not an array of numbers, or have more than 8 dimensions.
             AllocFailed: The slice has no room.
             Unsupported: The dtype needs ml_dtypes, which is not installed.
         """
@@ -217,16 +217,16 @@ class GpuSession(SessionView):
 
     @property
     def default_stream(self) -> Stream:
-        """The stream of launches and copies that name none. A copy in it is always done when its call returns."""
+        """The stream of launches and copies that name no stream. A copy in it is done when its call returns."""
         return self._session.streams.default(Stream)
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: Stream | None = None) -> None:
         """Copy bytes from any Python buffer into a device buffer.
 
         `data` may be changed as soon as this returns, except an array of `empty` that is copied in a stream: leave that
-        alone until the stream was waited for (`Stream`). Up to 64 KiB are queued without waiting. If such a copy fails,
-        for example because a kernel before it faulted, the next operation that waits raises the failure, as for a
-        launch.
+        alone until the stream has been waited for (`Stream`). Up to 64 KiB are queued without waiting. If such a copy
+        fails, for example because a kernel before it faulted, the next operation that waits raises the failure, as for
+        a launch.
 
         Args:
             buffer: Target.
@@ -326,7 +326,7 @@ class GpuSession(SessionView):
 
         Args:
             in_params: Inputs: "float32 x, T y, raw T z". A single letter is any type. The operation indexes `raw`
-                arrays itself. Or the `ElementwiseKernel` of an installed CuPy; then leave the other texts out.
+                arrays itself. An `ElementwiseKernel` of an installed CuPy replaces this and the other texts.
             out_params: Outputs, in the same form.
             operation: CUDA C that uses these names; `i` is the element's index.
             name: The kernel's name.
@@ -366,17 +366,18 @@ class GpuSession(SessionView):
             kernel: The kernel's name.
             grid: The number of blocks in one to three dimensions.
             block: The number of threads in one to three dimensions.
-            args: KernelArgs, or a list of buffers, device arrays and numpy scalars, such as `[buffer, np.uint32(n),
-                np.float32(2)]`. If the image is PTX, which declares the parameters' types, the list may hold Python
-                numbers too, including an int for a float. Or the packed bytes.
+            args: KernelArgs, packed bytes, or a list of buffers, device arrays and numpy scalars, such as `[buffer,
+                np.uint32(n), np.float32(2)]`. If the image is PTX, which declares the parameters' types, the list may
+                hold Python numbers too, including an int for a float.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block, in bytes.
             stream: The stream to launch in; the default stream if None.
             regions: The regions that the kernel uses. It starts only if none of them has ended or is cancelled;
                 otherwise the next operation that waits raises a RegionFailed.
-            position: Any number up to 2**64 - 1; that error and ForwardRevoked report it.
+            position: Any number up to 2**64 - 1; RegionFailed and ForwardRevoked report it.
             cooperative: Run all blocks at the same time, so that they may wait for each other. Only on a card.
-            cluster: Neighbouring blocks that run together, in one to three dimensions. Needs compute capability 9.0.
+            cluster: Size of a cluster of neighbouring blocks that run together, in one to three dimensions. Needs
+                compute capability 9.0.
 
         Returns:
             The launch's number; a later error names it in `failure.failed_request_id`.
@@ -407,7 +408,7 @@ class GpuSession(SessionView):
         return number if isinstance(number, int) else await undisturbed(self._finish(number))
 
     async def region_set(self, regions: Iterable[Region]) -> RegionSet:
-        """Name the regions that launches will use, once for many launches.
+        """Make a set of the regions that many launches use.
 
         Pass the result as `launch(..., regions=...)`.
 
@@ -425,7 +426,7 @@ class GpuSession(SessionView):
         array of `empty` records the array's memory: every launch of the graph reads or writes the bytes that are there
         at that time. `mem_write` of an immutable object, such as `bytes`, records those bytes. Anything else raises
         InvalidRequest. So does `stream`: a graph runs in the stream that its launch names. If the block is left by an
-        error, the recording is discarded; otherwise its end makes the graph, and raises any mistake in it.
+        error, the recording is discarded; otherwise its end makes the graph, and raises the error of any mistake.
 
         Between a launch of the graph and the next `sync`, of the session or of the launch's stream, leave the graph's
         arrays alone. Arguments pushed with `KernelArgs.push_parameter` can get new values at each launch. While a
@@ -495,8 +496,7 @@ class GpuSession(SessionView):
         return await undisturbed(self._drive(procedure))
 
     async def _drive(self, procedure: Procedure[T]) -> T:
-        # This is a method, so that a task that continues in the background refers to the session, which is then not
-        # dropped meanwhile.
+        # This is a method, so that a task that continues in the background keeps the session from being dropped.
         return await drive(procedure)
 
     async def _begin(self, operation: Callable[[], MaybePending[None]]) -> None:

@@ -1,7 +1,7 @@
 """Bounds of the figures that users are promised, and whether a run keeps them. Pure: `check` measures.
 
-The file bounds.toml has a table for each promise. Under a driver's name it names the figure of a run's report that
-counts, and its bound:
+The file bounds.toml has a table for each promise. For each driver, it names the figure in a run's report that counts,
+and its bound:
 
 - `figure`: its path in the report, keys joined by dots. The first key is the part of the run that measures it.
 - `of` and `beside`: a divisor's path, and its short name. The bound then applies to `figure / of`, which does not
@@ -66,12 +66,12 @@ class Bound:
 
     @property
     def part(self) -> str:
-        """The part of a run that measures the figure."""
+        """The part of a run that measures this figure."""
         return self.figure.partition(".")[0]
 
     @property
     def floor(self) -> str:
-        """The host's floor by which the figure is divided; "" if it is divided by another figure, or not divided."""
+        """The host's floor by which the figure is divided; "" if it is divided by another figure or by none."""
         _, key, name = (*self.of.split(".", 2), "", "", "")[:3]
         return name if key == HOST else ""
 
@@ -92,12 +92,12 @@ class Bound:
         return figure * _unit_s(self.figure) / (divisor * _unit_s(self.of)) if divisor else None
 
     def holds(self, value: float, limit: float) -> bool:
-        """True if a value keeps a limit of this bound's direction."""
+        """True if a value keeps a limit in this bound's direction."""
         return value >= limit if self.is_least else value <= limit
 
 
 def _unit_s(path: str) -> float:
-    """The unit of a figure in seconds, from the end of its path; 1 if that names no unit of time."""
+    """Return a figure's unit in seconds, from the end of its path; 1 if that names no unit of time."""
     return _UNITS_S.get(path.replace(".", "_").rpartition("_")[2], 1.0)
 
 
@@ -180,7 +180,7 @@ def flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 
 def floors_of(part: str, bounds: Sequence[Bound]) -> set[str]:
-    """Names of the host's floors that bounds of a part are ratios to."""
+    """Return the names of the host's floors by which a part's bounds divide."""
     return {bound.floor for bound in bounds if bound.part == part and bound.floor}
 
 
@@ -191,7 +191,7 @@ def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[BoundOu
     """
     figures = dict(flat({name: part for name, part in report.items() if name != AGAIN}))
     again: Mapping[str, Any] = report.get(AGAIN, {})
-    # For a ratio whose divisor belongs to another part, use that part's figures even if it was measured only once.
+    # If a ratio's divisor belongs to another part, use that part's figures even if it was measured only once.
     later = figures | dict(flat(again))
     results = []
     for bound in bounds:

@@ -28,8 +28,7 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import running_address
 
 AGAIN_S: Final = 75.0
-"""Longest time for measuring parts again, in seconds. Stops a run on a host that misses many bounds from taking much
-longer than others."""
+"""Longest time for measuring parts again, in seconds. Bounds a run's time on a host that misses many bounds."""
 
 MAX_FILE_BYTES: Final = 1 << 20
 """Largest earlier file that is read, in bytes; a run's file has 20 KiB. Stops a wrong path from filling memory."""
@@ -66,7 +65,7 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
 
 
 class _Run:
-    """Measures parts, retries those that missed a bound within AGAIN_S, and collects the report."""
+    """Measures parts, repeats those that missed a bound while AGAIN_S lasts, and collects the report."""
 
     def __init__(self, daemon: MeasuredDaemon) -> None:
         card = daemon.card
@@ -105,7 +104,7 @@ class _Run:
 
 
 def check_promises(report: Mapping[str, Any]) -> list[BoundOutcome]:
-    """The outcomes of a report for its driver's bounds."""
+    """Return the outcomes of a report for its driver's bounds."""
     return outcomes(load_bounds(report["driver"]), report)
 
 
@@ -135,7 +134,7 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fallen(now: list[BoundOutcome], before: Mapping[str, BoundOutcome]) -> list[Bound]:
-    """The bounds whose value is worse than in the earlier run, by `bounds.FALL` or more."""
+    """Return the bounds whose value is worse than in the earlier run, by a factor of `bounds.FALL` or more."""
     return [
         promise.bound
         for promise in now

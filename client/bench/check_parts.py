@@ -71,7 +71,7 @@ class MeasuredDaemon:
         driver: The card's driver.
         tcp: Its TCP address; "" if it has none.
         tls: Its TLS address; "" if it has none.
-        log: Receives the figures.
+        log: Receives the names of measurements.
     """
 
     address: str
@@ -262,5 +262,6 @@ PARTS: Final = (
         "gateway", "requests of one lease each, the tenant's own contexts used again", DaemonKind.RECYCLING, _gateway
     ),
 )
-"""All parts; those of one daemon follow each other. `decode` is before `rebind`, which is compared with a decode step.
+"""All parts; those that use the same daemon follow each other. `decode` is before `rebind`, which is compared with a
+decode step.
 """

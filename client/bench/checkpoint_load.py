@@ -5,7 +5,7 @@
 PATH is a model's folder or GGUF file. For a SHAPE of decode_shapes, a folder of random weights is written to the folder
 for temporary files, and deleted afterwards. Uses the running daemon, or a private one. Prints one JSON object per
 figure; `cpu_s` is this process's CPU time. A cold file is one that the kernel was asked to drop from its cache
-(posix_fadvise(2), POSIX_FADV_DONTNEED). The kernel may decline that, and does so on a file system in memory.
+(posix_fadvise(2), POSIX_FADV_DONTNEED). The kernel may decline, and always does on a file system in memory.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ async def measure(address: str, path: Path) -> None:
             for file in _files(path):
                 _prepare(file, is_cold=state == "cold")
             await _print_load(address, checkpoint, path, state)
-    # Do this last: a file that was just written may be cached in larger pieces than one that was read.
+    # Do this last: a file just written may be cached in larger pieces than one that was read.
     largest = max(_files(path), key=lambda file: file.stat().st_size)
     if largest.stat().st_size >= WINDOW_BYTES:
         print_reads(largest)
@@ -100,7 +100,7 @@ async def _print_copies(address: str) -> None:
 
 
 async def _copy_rate(session: GpuSession, buffer: Buffer, values: "np.typing.NDArray[np.uint8]") -> dict[str, float]:
-    """The rate of one copy to the card, after another one that pins the staging memory."""
+    """Return the rate of one copy to the card, after another one that pins the staging memory."""
 
     async def write() -> None:
         await session.mem_write(buffer, 0, values)
@@ -203,7 +203,7 @@ def written(shape: str) -> Iterator[Path]:
 
 
 def _words(config: ModelConfig) -> dict[str, object]:
-    """The content of a config.json that describes this shape."""
+    """Return the content of a config.json that describes this shape."""
     return {
         "architectures": [FAMILIES[config.family]],
         "model_type": str(config.family),

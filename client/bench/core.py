@@ -1,4 +1,4 @@
-"""Measures the lease core alone, with ten thousand leases without processes."""
+"""Measures the lease core alone: ten thousand leases without processes."""
 
 import json
 import subprocess

@@ -49,7 +49,7 @@ class DriverFailed(Exception):
 
 
 def cuda_driver() -> Any:
-    """The CUDA driver's functions, with a context current in this thread. Raises NoDriver."""
+    """Return the CUDA driver's functions, with a context current in this thread. Raises NoDriver."""
     try:
         from cuda.bindings import driver
 
@@ -66,7 +66,7 @@ def cuda_driver() -> Any:
 
 def _check(api: Any, answer: tuple[Any, ...]) -> Any:
     if answer[0]:
-        # The driver explains its error; without a text, the number has to do.
+        # The driver has a text for its error; without one, report the number.
         name = api.cuGetErrorString(answer[0])[1]
         raise DriverFailed(name.decode() if isinstance(name, bytes) else str(answer[0]))
     return answer[1] if len(answer) > 1 else None
@@ -213,7 +213,7 @@ class DirectEngine:
         cls, api: Any, config: ModelConfig, limits: StepLimits, blocks: int, buckets: Sequence[int], target: str
     ) -> "DirectEngine":
         """Load random weights and the kernels, and capture a graph for each number of rows in `buckets`."""
-        # The same steps as `DecodeEngine.open`, without lease, regions and session.
+        # Take the same steps as `DecodeEngine.open`, without lease, regions and session.
         session: Any = DirectSession(api)
         weights = await load_weights(session, RandomCheckpoint(config, SEED), positions=limits.positions)
         forward = ForwardPass(session, weights, limits, target)

@@ -1,8 +1,8 @@
-"""Times of the decode engine's kernels, one kernel per launch graph, and of linear layers with other tiles and splits.
+"""Times of the decode engine's kernels, one kernel per launch graph; and of linear layers with other tiles and splits.
 
 The engine splits a linear layer's sums by the weight's shape alone, so that a row's bits are the same in every step.
-`tile_figures` measures what that costs: every tile and number of parts that the kernels have, compared with those in
-use.
+`tile_figures` measures the cost of that rule: it compares every tile and number of parts that the kernels have with
+those in use.
 """
 
 import time
@@ -27,8 +27,8 @@ MOST_SPLITS: Final = 16
 """Maximum number of parts of a sum that are tried."""
 
 MOST_READS: Final = 8
-"""Maximum number of times that a tile may read the weights: tiles that read them more often never win, and take
-long."""
+"""Maximum number of times that a tile may read the weights: tiles that read them more often never win, and are slow to
+measure."""
 
 Figure = dict[str, Any]
 
@@ -124,7 +124,7 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
 
 
 def _chunks(columns: int, chosen: int) -> list[int]:
-    """Columns per part: the number in use, and those for every number of parts."""
+    """Return columns per part: the number in use, and those for every number of parts."""
     return sorted({chosen} | {chunk_of(columns, splits) for splits in range(1, MOST_SPLITS + 1)})
 
 
@@ -141,7 +141,7 @@ def described(launch: KernelLaunch) -> str:
 
 
 def _count(launch: KernelLaunch) -> int:
-    """How many values a row of the linear layer's result has: N, or F for one of a fused pair."""
+    """Return the number of values in a row of the linear layer's result: N, or F for one of a fused pair."""
     return _whole(launch, "N" if "N" in launch.values else "F")
 
 
@@ -165,7 +165,7 @@ def _kinds(engine: DecodeEngine, batch: int) -> dict[str, list[KernelLaunch]]:
 
 
 async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> float:
-    """Microseconds of one of these launches, in graphs of all of them."""
+    """Return the mean microseconds of one of these launches, in graphs of all of them."""
     session, repeats = engine.session, -(-KERNEL_LAUNCHES // len(launches))
     # Use a graph, so that the client's launches don't limit short kernels.
     async with session.record() as graph:

@@ -77,7 +77,7 @@ def figures_of(outcomes: Iterable[RequestOutcome]) -> dict[str, Any]:
     spent_s = max((outcome.ended_at for outcome in finished), default=0.0) - min(
         (outcome.sent_at for outcome in finished), default=0.0
     )
-    # The times from the requests to their first tokens, and the gaps between two tokens.
+    # The times from requests to their first tokens, and the gaps between tokens.
     first = [outcome.token_times[0] - outcome.sent_at for outcome in finished if outcome.token_times]
     gaps = [b - a for outcome in finished for a, b in zip(outcome.token_times, outcome.token_times[1:], strict=False)]
     tokens = sum(len(outcome.token_times) for outcome in complete)
@@ -104,7 +104,7 @@ def tokens_of(chunk: Any) -> int:
 
 
 class ReplyError(Exception):
-    """A reply that is not a completion: its status and code, or how it was cut off."""
+    """A reply that is not a completion. The text has its status and code, or says how it was cut off."""
 
 
 class DecodeClient:
@@ -189,7 +189,7 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLo
         await asyncio.sleep(max(0.0, begin_s + at_s - time.monotonic()))
         outcome = RequestOutcome(chance.randrange(len(keys)), time.monotonic())
         outcomes.append(outcome)
-        # With more open requests the client would run out of descriptors, so count this one as not sent.
+        # With another open request the client could run out of descriptors, so count this one as not sent.
         if len(running) >= MAX_OPEN:
             outcome.error, outcome.ended_at = "not sent", outcome.sent_at
             continue
@@ -234,7 +234,7 @@ def load_table(report: dict[str, Any]) -> str:
 
 
 def report_of(outcomes: Sequence[RequestOutcome], keys: int) -> dict[str, Any]:
-    """The figures of each key, by its position from 1, and of all together."""
+    """Return the figures of each key, by its position from 1, and of all together."""
     tenants = {
         str(place + 1): figures_of(outcome for outcome in outcomes if outcome.tenant == place) for place in range(keys)
     }

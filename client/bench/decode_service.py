@@ -71,7 +71,7 @@ class DecoderTimes(DecoderObserver):
         self._last: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Forget all figures, but not when each sequence got its last token: the gap to its next token still counts."""
+        """Forget all figures except the time of each sequence's last token: the gap to its next one still counts."""
         self.gaps.clear()
         self.tokens.clear()
         self.rebinds.clear()
@@ -113,7 +113,7 @@ class _Service:
         return [rng.randrange(3, self._vocabulary) for _ in range(length)]
 
     async def output(self, tenant: str, seed: int, length: int, tokens: int) -> list[int]:
-        """The complete output of a request: its tokens."""
+        """Return the complete output of a request: its tokens."""
         sampling = SamplingParameters(temperature=TEMPERATURE, seed=seed)
         # The seed decides the output: the same request gives the same tokens.
         request = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
@@ -178,7 +178,7 @@ async def _serving(checkpoint: Checkpoint, address: str, max_batch: int) -> Asyn
         TenantConfig(name, max_batch, blocks, weight, max_waiting=2 * max_batch)
         for name, weight in zip(names, weights, strict=True)
     ]
-    # So many rebinds are allowed at once that the limit never affects the measurement.
+    # Allow so many rebinds at once that the limit never affects the measurement.
     prefill_rows = min(128, max_batch)
     settings = DecoderSettings(max_batch + prefill_rows, prefill_rows, max_batch, POSITIONS, rebinds_at_once=1_000_000)
     times = DecoderTimes()
@@ -189,7 +189,7 @@ async def _serving(checkpoint: Checkpoint, address: str, max_batch: int) -> Asyn
 async def measure_throughput(
     checkpoint: Checkpoint, address: str, for_s: float, batches: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The figures of `throughput` for each batch, measured for `for_s` seconds each."""
+    """Return the figures of `throughput` for each batch, measured for `for_s` seconds each."""
     async with _serving(checkpoint, address, max(TENANTS, *batches)) as (service, names):
         return [await throughput(service, names, batch, for_s) for batch in batches]
 
@@ -210,13 +210,13 @@ async def measure(
 
 
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
-    """Tokens per second of `batch` sequences of all tenants, and of the engine alone in the same steps.
+    """Return tokens per second of `batch` sequences of all tenants, and of the engine alone in the same steps.
 
     The measurement takes `for_s` seconds and at least LEAST_STEPS steps. It stops early before a sequence ends, because
     all measured steps must have the same number of sequences.
     """
     length, tokens, step_ends = 16, POSITIONS - 32, service.times.step_ends
-    # The batch is divided among the tenants; of a small batch, each of the first tenants gets one sequence.
+    # Divide the batch among the tenants; from a small batch, each of the first tenants gets one sequence.
     per_tenant = max(1, batch // len(names))
     async with service.load(names[: min(batch, len(names))], per_tenant, length, tokens):
         # Wait until each sequence has emitted some tokens: from then on every step has a row of each.
@@ -250,7 +250,7 @@ class _ReplayedSteps:
     """Repeats steps that a decoder has computed, on its engine alone, without the scheduler.
 
     The rows have the live sequences' own block tables, blocks and positions, so that attention reads as much memory as
-    under the decoder. Rows that share blocks, for example, would read them from the card's cache.
+    under the decoder: rows that shared blocks would read them from the card's cache.
 
     Args:
         service: The decoder, whose live sequences have had a row in each of the steps.
@@ -294,7 +294,7 @@ class _ReplayedSteps:
 
 
 async def survivors(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Gaps between tokens of the other tenants, with and without a revocation of one tenant's region every second."""
+    """Gaps between the other tenants' tokens, with and without a revocation of one tenant's region every second."""
     gaps: dict[str, list[float]] = {"quiet": [], "revoking": []}
     async with service.load(names, _sequences_per_tenant(service), 64, POSITIONS - 64) as counts:
         await asyncio.sleep(1)
@@ -322,7 +322,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
 
 
 async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Times of rebinds of a tenant with one sequence and a long prompt, while the other tenants decode."""
+    """Return times of rebinds of a tenant with one sequence and a long prompt, while the other tenants decode."""
     service.times.clear()
     # A rebind computes the whole prompt again, so the first tenant's is long.
     async with (

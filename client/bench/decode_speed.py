@@ -47,8 +47,8 @@ from gpulease.client.kernel_args import KernelArgs
 COPIES: Final = 10
 
 MAX_COPIED_BYTES: Final = 1 << 30
-"""Maximum size of each of the two arrays with which the memory's rate is measured; else they are as large as the
-weights."""
+"""Maximum size, in bytes, of each of the two arrays with which the memory's rate is measured; by default they are as
+large as the weights."""
 
 SHEET_BYTES_PER_S: Final = 4.8e12
 """Memory rate of an H200 according to its data sheet. No kernel reaches it; a copy reaches about nine tenths."""
@@ -92,7 +92,7 @@ QUICK_EMBEDDED: Final = DecodePlan(("two-layers",), (1,), (32,))
 
 
 def plan_for(driver: str, *, quick: bool) -> DecodePlan:
-    """The plan for a daemon's driver: real models' shapes are for cards."""
+    """Return the plan for a daemon's driver: real models' shapes are for cards."""
     if driver == "cuda":
         return QUICK if quick else FULL
     return QUICK_EMBEDDED if quick else EMBEDDED
@@ -125,7 +125,7 @@ Steps = dict[tuple[int, int], StepTime]
 
 
 def _with_comparison(figure: Figure, steps: Steps) -> Figure:
-    """Add the ratio of tokens per second on the lease to those of this way, and whether the results are equal."""
+    """Add the ratio of tokens per second on the lease to this way's, and whether the results are equal."""
     # Only steps of the same batch and context are compared; other figures stay unchanged.
     leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
     if leased is None or "ms" not in figure:
@@ -226,12 +226,12 @@ async def _report_kernels(engine: DecodeEngine, blocks: RowBlocks, shape: str, s
 
 
 def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
-    """A step's figures: its time, and the share of it that reading its bytes would take.
+    """Return a step's figures: its time, and the share of it that reading its bytes would take.
 
     Args:
         batch: Tokens of the step.
         took_s: Its seconds.
-        moved: Number of bytes that it must read at least.
+        moved: Minimum number of bytes that it must read.
         rate: Measured bytes per second that a kernel reads on this card.
     """
     # The floor follows from the memory's measured rate; the data sheet's rate is given for comparison.
@@ -245,12 +245,12 @@ def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
 
 
 def moved_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Bytes that a step must read at least: every weight once, and the keys and values to which its rows attend."""
+    """The minimum bytes that a step reads: every weight once, and the keys and values to which its rows attend."""
     return weight_bytes(config) + batch * context * block_bytes(config) // PAGE
 
 
 async def memory_rate(lease: GpuLease, size_bytes: int) -> float:
-    """Bytes per second at which a kernel reads two arrays of this size and writes one."""
+    """Return the bytes per second at which a kernel reads two arrays of this size and writes one."""
     async with GpuSession(lease) as session:
         module = await session.module_load(kernels_ptx())
         y, x = await session.mem_alloc(size_bytes), await session.mem_alloc(size_bytes)

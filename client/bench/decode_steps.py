@@ -63,7 +63,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 
 def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:
-    """Limits that suffice for all steps of these batches and contexts, and for a prompt's step."""
+    """Return limits that suffice for all steps of these batches and contexts, and for a prompt's step."""
     # Allow a position for every step, since each one adds a token.
     max_batch = max(batches)
     return StepLimits(max(max_batch, PREFILL), max_batch, max(contexts) + WARM_STEPS + STEPS)
@@ -75,7 +75,7 @@ def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":
 
 
 def decode_rows(blocks: RowBlocks, limits: StepLimits, batch: int, context: int) -> Rows:
-    """The rows of a step of `batch` sequences at the position `context`."""
+    """Return the rows of a step of `batch` sequences at the position `context`."""
     # Each row belongs to another sequence, and all are at the same position.
     rows = _rows(blocks, batch)
     rows["position"], rows["table"] = context, np.arange(batch)
@@ -84,7 +84,7 @@ def decode_rows(blocks: RowBlocks, limits: StepLimits, batch: int, context: int)
 
 
 def prompt_rows(blocks: RowBlocks, limits: StepLimits) -> Rows:
-    """The rows of a step that computes one prompt: PREFILL rows, or as many as a sequence has positions."""
+    """Return the rows of a step that computes one prompt: PREFILL rows, or as many as a sequence has positions."""
     rows = _rows(blocks, min(PREFILL, limits.positions))
     rows["position"] = np.arange(len(rows))
     rows["block"] = rows["position"] // PAGE
@@ -92,7 +92,7 @@ def prompt_rows(blocks: RowBlocks, limits: StepLimits) -> Rows:
 
 
 def _rows(blocks: RowBlocks, count: int) -> Rows:
-    # What a row computes depends only on these fields: it samples nothing.
+    # Only these fields affect what a row computes, because it samples nothing.
     rows = np.zeros(count, ROW)
     rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NO_ROW, 1
     rows["base"], rows["blocks"] = blocks.address, blocks.count
@@ -100,7 +100,7 @@ def _rows(blocks: RowBlocks, count: int) -> Rows:
 
 
 async def step_time(engine: Stepper, rows: Rows, pools: Iterable[Any]) -> StepTime:
-    """The time of a step of these rows, with two in progress."""
+    """Return the time of a step of these rows, with two in progress."""
     # Keep two steps in progress from here on, so that each finish() overlaps with the next step.
     await engine.start(rows, pools)
     for _ in range(WARM_STEPS):

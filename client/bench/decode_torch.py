@@ -55,7 +55,7 @@ class TorchModel:
         return F.rms_norm(x, (self.config.width,), self.norm, self.config.norm_epsilon)
 
     def step(self, tokens: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """Replace each token by its sequence's next one. The tokens are at the last position of `keys` and `values`."""
+        """Replace each token with its sequence's next one. Tokens are at the last position of `keys` and `values`."""
         config, batch = self.config, len(tokens)
         heads, key_heads, inner = config.heads, config.key_heads, config.inner_width
         h = self.embedding[tokens]
@@ -74,7 +74,7 @@ class TorchModel:
 
 
 def model_step_s(model: TorchModel, batch: int, context: int) -> float:
-    """Seconds per step of the model, as a CUDA graph."""
+    """Return seconds per step of the model, as a CUDA graph."""
     config = model.config
     shape = (batch, config.key_heads, context, config.head_width)
     # Make random keys and values of `context` positions for each layer.
@@ -86,7 +86,7 @@ def model_step_s(model: TorchModel, batch: int, context: int) -> float:
 
 
 def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
-    """Seconds per call of `step`, over STEPS calls after WARM_STEPS."""
+    """Return seconds per call of `step`, over STEPS calls after WARM_STEPS."""
     for _ in range(WARM_STEPS):
         step()
     # Wait for everything before the clock starts, and again before it stops.
@@ -99,7 +99,7 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
 
 
 def recorded(step: Callable[[], object]) -> Callable[[], object]:
-    """The replay of a step, recorded as a CUDA graph."""
+    """Record a step as a CUDA graph, and return its replay."""
     # Warm up on another stream, as CUDA graphs in torch require.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

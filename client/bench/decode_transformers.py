@@ -20,7 +20,7 @@ from gpulease.client.bench.figures import print_figures
 from gpulease.client.decode import Family, ModelConfig
 
 SPARE_STEPS: Final = 8
-"""Number of positions of the cache in addition to those of timed steps: for the first step, and for recording."""
+"""Number of the cache's positions beyond those of timed steps: for the first step, and for recording."""
 
 FAMILIES: Final = {Family.LLAMA: (LlamaConfig, LlamaForCausalLM), Family.QWEN3: (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -64,7 +64,7 @@ class StaticSteps:
             layer.cumulative_length.fill_(context)
 
     def step(self) -> None:
-        """Replace each token by its sequence's next one."""
+        """Replace each token with its sequence's next one."""
         model_output = self._model(
             input_ids=self.tokens, past_key_values=self.cache, position_ids=self._position, use_cache=True
         )

@@ -23,7 +23,8 @@ LogLine = Callable[[str], object]
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of the samples."""
-    # This is the smallest sample that is not less than `percent` % of all samples: of 100, p99 is the second largest.
+    # This is the smallest sample that at least `percent` % of all samples do not exceed: of 100, p99 is the second
+    # largest.
     rank = math.ceil(len(samples) * percent / 100)
     return sorted(samples)[max(rank, 1) - 1]
 
@@ -37,7 +38,7 @@ def print_figures(figures: Mapping[str, object]) -> None:
 def timed_us(action: Callable[[], object], count: int) -> list[float]:
     """The microseconds of each of `count` calls, timed one by one."""
     samples = []
-    # A local variable takes less time to read, so a sample contains less besides the call.
+    # A local variable is faster to read, so a sample contains little besides the call.
     clock = time.perf_counter
     for _ in range(count):
         started = clock()
@@ -48,7 +49,7 @@ def timed_us(action: Callable[[], object], count: int) -> list[float]:
 
 def per_call_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
     """Microseconds per call if `count` calls are issued back to back and then waited for by `fence`."""
-    # Wait before the clock starts and before it stops, so that the time is that of these calls only.
+    # Wait before the clock starts and before it stops, so that only these calls are timed.
     fence()
     started = time.perf_counter()
     for _ in range(count):
@@ -68,7 +69,7 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
     Returns:
         The rate, and percentiles of the seconds that `ask` returns.
 
-    Raises the errors of the first failing call.
+    Raises the error of the first failing call.
     """
     # Appending to a list is atomic, so threads need no lock.
     took_s: list[float] = []

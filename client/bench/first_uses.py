@@ -1,6 +1,6 @@
 """Times of a session's first uses: its first module, launch, copies, graph and region.
 
-Times of repeated calls do not include the preparations of a first call, but short programs make mostly first calls.
+Times of repeated calls leave out what a first call prepares, but short programs make mostly first calls.
 """
 
 import secrets
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def first_uses(address: str, count: int) -> Figures:
-    """Microseconds of each first use: medians of `count` sessions, each with a ready context."""
+    """Return the microseconds of each first use: medians of `count` sessions, each with a ready context."""
     sessions = []
     for _ in range(count):
         await_pool(address)

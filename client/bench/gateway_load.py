@@ -26,7 +26,7 @@ from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
 from gpulease.client.sync.lease import GpuBuilder
 
 RECYCLED: Final = "recycled_contexts"
-"""A card's number of contexts that wait for their tenant's next lease, in its report."""
+"""Key, in a card's report, of the number of contexts that wait for their tenant's next lease."""
 
 AT_A_TIME: Final = (1, 4, 8)
 """Numbers of requests in flight together."""
@@ -39,7 +39,7 @@ SPACED: Final = 10
 """Number of requests that are sent one by one, each when the pool is full."""
 
 WARM_UP_S: Final = 0.5
-"""Seconds of load before a measurement with reused contexts, in which each context loads the kernel once."""
+"""Seconds of load before a measurement with reused contexts. In this time each context loads the kernel once."""
 
 
 class _GatewayLoad:
@@ -90,8 +90,8 @@ class _GatewayLoad:
         longer than several requests.
         """
         kept, before = 0, -1
-        # Hold all kept contexts and the pool's at the same time, so that those of the pool are kept, too. A card that
-        # has no room for more keeps no more.
+        # Hold all kept contexts and the pool's at the same time, so that those of the pool are kept, too. Stop if the
+        # card has no room for more.
         while before < kept < at_a_time:
             await_pool(self._address)
             card = first_card(self._address, RECYCLED, "warm_contexts")

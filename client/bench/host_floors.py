@@ -4,8 +4,8 @@ Hosts differ in their Python's speed by a factor of two, and differently for eac
 the caches, and a request that passes through several processes runs with cold caches. So each floor does one kind of
 work, without any code of gpulease, and is measured in turn with the figures of the same kind:
 
-- `call_us`: a short call that packs a frame into mapped memory and loads a word of it, repeated. For calls that
-  the client does alone.
+- `call_us`: a short call that packs a frame into mapped memory and loads a word of it, repeated. For calls that the
+  client makes alone.
 - `parse_us`: a text parsed by the standard library's own Python, repeated. For work with much code, such as a
   request of the gateway.
 - `exchange_us`: a request to another process, which does that parse in an asyncio loop, and the wait for its reply.
@@ -112,8 +112,8 @@ class _NumberedCalls:
 class CallFloor:
     """The floor of calls, to be measured in turn with calls of the client.
 
-    A core's speed depends, by a factor of nearly two, on what its other hyperthread does at the moment. So only a floor
-    that was measured at the same time gives a correct ratio. Call `close` after use.
+    A core's speed varies by a factor of nearly two with the load on its other hyperthread. So only a floor measured at
+    the same time gives a correct ratio. Call `close` after use.
     """
 
     def __init__(self) -> None:
@@ -142,10 +142,10 @@ class CallFloor:
     def bursts_beside(
         self, action: Callable[[], object], fence: Callable[[], object], count: int, bursts: int
     ) -> tuple[list[float], float]:
-        """Time an action in bursts of CALLS_IN_TURN, in turn with this floor's; returns both in microseconds a call.
+        """Time an action in bursts of CALLS_IN_TURN, in turn with this floor's; returns both in microseconds per call.
 
-        `fence` waits for all queued work, before each `count` calls. The bursts are short, so that most end before
-        another process gets the core.
+        `fence` waits for all queued work, before each `count` calls. Bursts are short, so that most end before another
+        process gets the core.
         """
         samples, floors = [], []
         for _ in range(bursts):
@@ -186,7 +186,7 @@ def parse_cpu_us() -> float:
 
 
 def _exchange_us() -> float:
-    # Use several peers, because the time of an exchange depends on the cores on which the processes happen to run.
+    # Use several peers, because an exchange's time depends on the cores on which the processes happen to run.
     return percentile([taken_us for _ in range(EXCHANGE_PEERS) for taken_us in _exchanges_us()], 50)
 
 

@@ -45,7 +45,7 @@ class KernelWork:
         operands: float32 arrays that the kernel reads; its arguments begin with the array that it writes.
         numbers: Arguments after the arrays.
         numpy: Computes the same result from the same arrays.
-        flop: Floating-point operations, for kernels that are bound by them; else 0.
+        flop: Number of floating-point operations, for kernels whose time they dominate; else 0.
     """
 
     kernel: str
@@ -62,7 +62,7 @@ class KernelWork:
 
 def kernel_figures(address: str) -> dict[str, Figures]:
     """Median milliseconds of each kernel, of numpy, and of loading images: first, and again in another worker."""
-    # Random comments make images that are in no cache.
+    # Random comments make each image new to every cache.
     images = [kernels_ptx() + f"\n// {secrets.token_hex(16)}\n".encode() for _ in range(IMAGES)]
     # A new lease has another worker, whose first load shows whether a cache outlives a worker.
     with _session(address) as session:
@@ -96,11 +96,11 @@ def kernels_ptx() -> bytes:
 
 
 def works() -> dict[str, KernelWork]:
-    """The measured kernels by name, each with its operands and with numpy's way to compute the same."""
+    """Return the measured kernels by name, each with its operands and with numpy's way to compute the same."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape: int) -> Array:
-        # Draw from a normal distribution, so that sums in another order stay within the tolerance.
+        # Draw from a normal distribution, so that sums taken in another order stay within the tolerance.
         return rng.standard_normal(shape, np.float32)
 
     left, right, rows = drawn(MATRIX, MATRIX), drawn(MATRIX, MATRIX), drawn(ROWS, COLUMNS)

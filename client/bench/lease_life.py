@@ -42,7 +42,7 @@ FIRST_PTX: Final = b""".version 7.0
     ret;
 }
 """
-"""A kernel. `%s` in its name takes a random number, so that no compiler's cache contains the kernel."""
+"""A kernel. `%s` in its name takes a random number, so that no compiler's cache contains it."""
 
 
 def acquisition(address: str, count: int) -> dict[str, float]:
@@ -155,8 +155,8 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
 def revocation(address: str, count: int) -> dict[str, float]:
     """Time from an operator's revoke, under an endless kernel, to the tenant's error and to memory proved free.
 
-    Both times begin before the revoke is sent, so they include the request's way to the daemon. The time to the proof
-    also includes the reply's way back.
+    Both times begin before the revoke is sent, so they include sending the request to the daemon. The time to the proof
+    also includes receiving the reply.
     """
     errors_ms, free_ms = [], []
     for _ in range(count):

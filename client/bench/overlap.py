@@ -11,7 +11,7 @@ from gpulease.client.bench.figures import percentile, timed_us
 
 PIECE_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
 """Number of bytes copied to the card and back around each kernel, by driver. A small piece suffices for the embedded
-driver, which runs all streams in one order and so can gain nothing."""
+driver, which runs one operation at a time and so gains nothing from streams."""
 
 ROUNDS: Final = {"cuda": 1000, "cpu": 1}
 """Number of multiplications per value. On a large card the kernel then takes about as long as either copy."""
@@ -70,7 +70,7 @@ class _Lane:
 
 
 def overlap(address: str, driver: str) -> dict[str, float]:
-    """Median milliseconds per piece (a copy in, a kernel, a copy back), in one stream and in two."""
+    """Return median milliseconds per piece (a copy in, a kernel, a copy back), in one stream and in two."""
     size = PIECE_BYTES[driver]
     builder = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease) as session:

@@ -58,7 +58,7 @@ class PatternFigures:
 
     Attributes:
         hits_s: Seconds of each request to a model that was on the card.
-        misses_s: Seconds of each request to one that was not.
+        misses_s: Seconds of each request to a model that was not.
         refused: Number of requests that found no room in time.
         wrong: Number of wrong words and results.
     """
@@ -236,7 +236,7 @@ def _measure_loaded(address: str, slice_bytes: int, plan: ParkPlan, log: LogLine
     size_bytes = plan.size_bytes
     log("the same from the page cache")
     with tempfile.TemporaryFile() as file:
-        # Let the card compute the bytes, with 0 as the origin. Every model is loaded from this file.
+        # Let the card compute the bytes of the file from which every model is loaded, with 0 as the origin.
         with _builder(address, slice_bytes).acquire() as lease, GpuSession(lease) as session:
             model = WovenData(session, size_bytes, 1, is_woven=False)
             model.weave(model.block)

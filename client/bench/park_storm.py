@@ -59,7 +59,7 @@ REGIONS: Final = 2
 
 TENANTS: Final = 6
 HELD: Final = 4
-"""Number of slices for which all cards together have room, in addition to all contexts."""
+"""Number of slices that fit all cards together, in addition to all contexts."""
 
 CPU_CARDS: Final = 2
 """Number of cards with the embedded driver. With another driver, the host's cards are used."""
@@ -84,10 +84,11 @@ DRAINED_S: Final = 1.0
 """Milliseconds until a drain's deadline, which is never reached, and seconds after which the drain is cancelled."""
 
 ENDED_COLD: Final = "parked without a worker when the daemon ended"
-"""Part of the reason with which a lease ends if the only copy of its session was in a broker that was killed."""
+"""Part of the reason for a lease's end if the only copy of its session was in a broker that was killed."""
 
 AS_OTHER_VERSION: Final = 'recycle = "same-tenant"\n'
-"""A setting for workers: with and without it in turn, each broker finds workers that another version started."""
+"""A setting for workers. Brokers run with and without it in turn, so each finds workers that another version
+started."""
 
 AT_MOST_SURPRISES: Final = 20
 
@@ -140,7 +141,7 @@ class _Tenant:
             try:
                 self._live(ending)
                 self._counts.did[ending] += 1
-            # Record any error and continue, because the storm needs all of its threads.
+            # Record any error and continue, because the storm needs all its threads.
             except Exception as error:
                 # An expiry much sooner than LEASE_S after a renewal means that the renewal was lost.
                 since_s = time.monotonic() - self._renewed_s
@@ -348,7 +349,7 @@ def _kill_worker(lease_id: int) -> None:
 
 
 class _Operator:
-    """Parks and moves leases' sessions at random, also to other processes, and may drain cards, until `until`."""
+    """Until `until`, parks and moves sessions at random (also to other processes), and may drain cards."""
 
     def __init__(self, address: str, cards: int, seed: int, counts: StormCounts, until: float, *, drains: bool) -> None:
         self._address, self._cards, self._counts, self._until = address, cards, counts, until
@@ -491,7 +492,7 @@ def _small_daemon(driver: str, log: LogLine) -> Iterator[tuple[PrivateDaemon, st
     with contextlib.ExitStack() as stack:
         # Host memory for most of the tenants, so that the host is full at times.
         parked = _SETTINGS.format(park_memory=(TENANTS - 2) * (size_bytes + (2 << 20)), audit="FOLDER/audit")
-        # Real cards have one limit for all; each size is a card of the embedded driver.
+        # Real cards share one limit; the embedded driver makes a card for each size.
         vram = (str(vram_bytes),) * (cards if driver == "cpu" else 1)
         daemon = stack.enter_context(killable_daemon(driver, vram=vram, settings=parked))
         yield daemon, driver, str(daemon.folder / "audit")
@@ -509,7 +510,7 @@ def _end_everything(address: str, counts: StormCounts) -> int:
 
 
 def _ends(folder: str, regions: set[str]) -> Counter[str]:
-    """Return how often each lease of an audit log that was granted has ended, and each of these regions.
+    """Return how often each granted lease of an audit log has ended, and each of these regions.
 
     A broker that was killed may have recorded the grant of a region in the audit log and not in its journal. No tenant
     has received such a region, and the next broker does not know it.

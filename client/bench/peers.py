@@ -146,7 +146,7 @@ def _measure_leased(address: str, launches: int, samples: int, *, has_pool: bool
 def _peers(
     folder: Path, card_uuid: str, launches: int, samples: int
 ) -> tuple[dict[str, Callable[[], Figures]], dict[str, str]]:
-    """The callers that can run here, and why the others can't."""
+    """Return the callers that can run here, and the reasons why others can't."""
     ready: dict[str, Callable[[], Figures]] = {}
     absent: dict[str, str] = {}
     arguments = (str(launches), str(samples))
@@ -208,7 +208,7 @@ def _run_program(program: Path, arguments: tuple[str, ...], variables: Mapping[s
 def report_of(
     figures: Mapping[str, Figures], host: Figures, absent: Mapping[str, str], rounds: int, *, has_goals: bool
 ) -> dict[str, Any]:
-    """The report: figures, the host's floors, ratios to each other caller by row, goals, and why callers are missing.
+    """Return the report: figures, the host's floors, ratios to each other caller by row, goals, and missing callers.
 
     Goals are for cards: `has_goals` is False for the embedded driver.
     """
@@ -234,7 +234,7 @@ def report_of(
 
 
 def _goals(figures: Mapping[str, Figures], host: Figures) -> dict[str, dict[str, Any]]:
-    """Each row's goal as text, and whether the session reaches it; None if a figure is missing."""
+    """Return each row's goal as text, and whether the session reaches it; None if a figure is missing."""
     bounds = {bound.name: bound for bound in load_bounds("cuda")}
     goals = {}
     for row in ROWS:

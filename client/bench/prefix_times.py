@@ -132,7 +132,7 @@ class _PrefixLoad:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure what the command line's words name (see the module's docstring)."""
+    """Measure what the command line names (see the module's docstring)."""
     chosen, prefix, blocks = (*words[:3], *(str(TINY_MODEL), str(PREFIX), str(BLOCKS))[len(words) :])
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))

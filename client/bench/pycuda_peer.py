@@ -54,7 +54,7 @@ def _open_calls() -> Calls:
     cuda.memset_d8(counters, 0, THREADS * 4)
     small, counts = np.empty(SMALL_COPY_BYTES, np.uint8), np.empty(THREADS, np.uint32)
     pinned = cuda.pagelocked_empty(PINNED_BYTES, np.uint8)
-    # Look up once the names that every call needs.
+    # Look up the names that every call needs once.
     call, address, grid, block = function.prepared_call, int(counters), (1, 1), (THREADS, 1, 1)
 
     # The default argument keeps module and memory, which pycuda unloads and frees without references.

@@ -33,7 +33,7 @@ from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW, Rows
 PROMPTS: Final = (64, 128, 256, 512, 1024)
 ROUNDS: Final = 5
 CHUNK_ROWS: Final = 64
-"""Number of a prompt's rows per step: the maximum of a decoder's step."""
+"""Number of a prompt's rows per step: the maximum for a decoder's step."""
 
 LEASE_S: Final = 120.0
 
@@ -75,7 +75,7 @@ async def measure_rebinds(
     async with builder.acquire() as lease, lease.keep_alive():
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
-            # Open two regions: the one that is lost, and the one in which the sequence continues.
+            # Open two regions: one that is lost, and one in which the sequence continues.
             old, new = await engine.open_pool(blocks), await engine.open_pool(blocks)
             return [await _times(engine, old, new, prompt, rounds) for prompt in prompts]
         finally:

@@ -24,7 +24,7 @@ GRAPH_NODES: Final = 100
 THREADS: Final = 32
 TTL_S: Final = 600.0
 END_S: Final = 20.0
-"""Longest time for a region to be refused, or proved free, in seconds."""
+"""Longest time for a region's launches to be refused, or its memory proved free, in seconds."""
 
 FLOOR_TIMEOUT_S: Final = 120
 LAUNCHES: Final = 10_000
@@ -33,7 +33,7 @@ GATE_BURSTS: Final = 10
 
 
 def measure_regions(address: str, ptx: bytes, samples: int, log: LogLine) -> Figures:
-    """The figures of regions on the daemon's first card; times in us or ms, as their names say."""
+    """Return the figures of regions on the daemon's first card; times in us or ms, according to their names."""
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, log)
@@ -193,7 +193,7 @@ class _Bench:
                 launch()
                 self._session.sync()
             except RegionRevoked as error:
-                # The error has the time at which the word was written, on the same clock.
+                # The error contains the time at which the word was written, on the same clock.
                 return error.flipped_ns or 0, time.monotonic_ns()
         raise TimeoutError("a revoked region's launches are still taken")
 
@@ -203,7 +203,7 @@ def _revoker(address: str) -> Iterator[Callable[[Region], Callable[[], int]]]:
     """Yield a function that lets another process revoke a region, and returns a function that waits for its answer.
 
     The answer is the time at which the daemon reported that the region's bytes are free. A thread in this process would
-    delay, by the interpreter's lock, the launches that are timed.
+    hold the interpreter's lock, and so delay the timed launches.
     """
     command = [sys.executable, "-P", "-m", "gpulease.client.bench.region_times", address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 THREADS: Final = 32
 ALLOCATION_BYTES: Final = 1 << 20
 OTHER_BYTES: Final = 512 << 10
-"""Size of another allocation, next to which the timed one fits: the CUDA driver reserves granules of 2 MiB for small
-ones."""
+"""Size of another allocation that leaves room for the timed one: the CUDA driver reserves granules of 2 MiB for small
+allocations."""
 
 SMALL_COPY_BYTES: Final = 4096
 PINNED_BYTES: Final = 16 << 20
@@ -32,11 +32,12 @@ SLICE_BYTES: Final = 256 << 20
 
 WARM_LAUNCHES: Final = 50
 BURST_LAUNCHES: Final = 1000
-"""Number of launches between two syncs of a pipelined burst: so many that the sync hardly matters per launch."""
+"""Number of launches between two syncs of a pipelined burst: so many that a launch's share of the sync hardly
+matters."""
 
 OWN_LAUNCHES: Final = 500
-"""Number of launches in a burst that measures the caller's own time: so few that the CUDA driver's queue, or the ring,
-has room for all."""
+"""Number of launches in a burst that measures the caller's own time: few enough for the CUDA driver's queue, or the
+ring, to hold all."""
 
 OWN_BURSTS: Final = 40
 TRAIN_LAUNCHES: Final = 20
@@ -51,7 +52,7 @@ Action = Callable[[], object]
 
 
 class WrongCallerResult(Exception):
-    """A caller's work gave a wrong result: its times mean nothing."""
+    """A caller's work gave a wrong result, so its times mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def measure_calls(
 
     Args:
         alloc_and_free: Allocates and frees ALLOCATION_BYTES; at first, the caller holds no other allocation.
-        open_calls: Allocates the memory that the other calls need, and OTHER_BYTES more, and keeps it.
+        open_calls: Allocates and keeps the memory that the other calls need, and OTHER_BYTES more.
         launches: Number of pipelined launches, at least one burst.
         samples: Number of samples of each call that is timed alone.
 

@@ -32,8 +32,7 @@ SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
-"""Number of launches in a burst that measures the client's own time. They are few enough never to wait for room in the
-ring, whatever the worker does."""
+"""Number of launches in a burst that measures the client's own time: few enough never to wait for room in the ring."""
 
 OWN_BURSTS: Final = 40
 
@@ -73,7 +72,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 
 
 def _own_share(launch: Callable[[], object], sync: Callable[[], object]) -> dict[str, float]:
-    """The caller's time for a launch while the worker executes earlier launches, and the host's floor at that time."""
+    """The caller's time for a launch while the worker executes earlier ones, and the host's floor at that time."""
     # Start with an empty queue and make fewer launches than the ring holds, so that none waits for room.
     with contextlib.closing(CallFloor()) as floor:
         samples, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)
@@ -116,9 +115,9 @@ def _copies(session: GpuSession, buffer: Buffer, name: str, array: "NDArray[np.u
 
 
 def fresh_copies(address: str, size: int) -> dict[str, float]:
-    """GB/s of the first, second and fifth copy from and into an array that was never copied; medians of FRESH_ARRAYS.
+    """Return GB/s of the first, second and fifth copy from and into a new array; medians of FRESH_ARRAYS.
 
-    A user's large arrays are often copied only a few times. Preparations for one array, such as pinning its pages, must
+    A user's large arrays are often copied only a few times. Preparing an array, for example by pinning its pages, must
     not make these copies slow.
     """
     return medians([_fresh_copies(address, size) for _ in range(FRESH_ARRAYS)])
@@ -167,11 +166,11 @@ GRAPH_CALLS: Final = 200
 
 
 def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
-    """Microseconds of twenty launches of a small kernel, as calls and as one graph."""
+    """Return the microseconds of twenty launches of a small kernel, as calls and as one graph."""
     builder = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
-        # Use a parameter, so that each launch of the graph can give it another value.
+        # Use a parameter, to which each launch of the graph can give another value.
         args = KernelArgs().push_buffer(session.mem_alloc(THREADS * 4)).push_u32(THREADS)
         args.push_parameter("factor", "f32", 1.0)
 

@@ -25,7 +25,7 @@ _X: Final = np.arange(1, THREADS + 1, dtype=np.float32)
 
 
 def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> dict[str, float]:
-    """Times of jobs in milliseconds, measured by the tenant. Raises GpuLeaseError, also for a wrong output.
+    """Return times of jobs in milliseconds, measured by the tenant. Raises GpuLeaseError, even for a wrong output.
 
     On a daemon with a pool, only jobs with a ready context are timed, each when the pool is full. Otherwise chance
     would decide whether a job gets a ready context.

@@ -46,7 +46,7 @@ class RunSize:
         rounds: Number of rounds; each measures leased work and then direct work, and the report has the medians of all
             rounds.
         launches: Number of launches pipelined in a round.
-        leases: Number of leases acquired and freed; as many expire, and as many are revoked.
+        leases: Number of leases acquired and freed; as many more expire, and as many are revoked.
         flips: Number of revocations of a worker that launches as fast as it can.
         tcp: Address at which the running daemon listens for TCP; "" for none.
         tls: Address at which it listens for TLS; "" for none.
@@ -69,7 +69,7 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
     with contextlib.ExitStack() as stack:
         running = address = running_address()
         if address is None:
-            # A private daemon listens for TCP and TLS too, so that distance can be measured.
+            # A private daemon listens for TCP and TLS too, so that the cost of remote access can be measured.
             log("starting a private daemon")
             daemon = stack.enter_context(reachable_daemon(plan.driver, warn))
             address, plan = daemon.address, replace(plan, tcp=daemon.tcp, tls=daemon.tls)
@@ -102,7 +102,7 @@ def measure_round_trips(plan: RunSize, log: LogLine) -> dict[str, Any]:
 
 
 def card_for(address: str, driver: str) -> dict[str, Any]:
-    """The daemon's first card. Raises MissingPrerequisite if it computes with another driver than `driver`."""
+    """Return the daemon's first card. Raises MissingPrerequisite if its driver is not `driver`."""
     card = first_card(address)
     if driver not in ("auto", card["driver"]):
         raise MissingPrerequisite(
@@ -149,7 +149,7 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class ReachableDaemon:
-    """A private daemon that listens at three addresses: its own, and ones of TCP and TLS; "" for none."""
+    """A private daemon that listens at three addresses: its own, one for TCP and one for TLS; "" for none."""
 
     address: str
     tcp: str
@@ -174,7 +174,7 @@ def reachable_daemon(driver: str, warn: LogLine) -> Iterator[ReachableDaemon]:
 
 def _measure(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) -> _Measured:
     driver, count = card["driver"], plan.leases
-    # Measure in the order of the report: sessions, the life of a lease, distance, kernels.
+    # Measure in the order of the report: sessions, the life of a lease, TCP and TLS, kernels.
     sessions = session_rounds(address, driver, plan.rounds, plan.launches, log)
     log(f"{count} leases and submits, acquired and freed")
     leases = _acquisition(address, count, has_pool=card["warm_wanted"] > 0)
@@ -208,7 +208,7 @@ def _report(card: dict[str, Any], plan: RunSize, measured: _Measured) -> dict[st
         "driver": card["driver"],
         "card": card["name"],
         **measured.sessions,
-        # A ratio needs both figures, and the direct one above 0.
+        # A ratio needs both figures, and a direct one above 0.
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "tcp": measured.tcp,
         "tls": measured.tls,
@@ -319,18 +319,18 @@ def _free_port() -> int:
 
 
 def direct_figures(driver: str, launches: int) -> Figures:
-    """Times of the driver's own calls and copies, in a separate process. Raises MissingPrerequisite."""
+    """Return times of the driver's own calls and copies, in a separate process. Raises MissingPrerequisite."""
     sizes = [str(size) for size in copy_sizes(driver)]
     with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)
 
 
 def bare_figures(card: dict[str, Any], count: int) -> Figures:
-    """Contexts that are opened and killed without a lease. Raises MissingPrerequisite."""
+    """Return times of contexts opened and killed without a lease. Raises MissingPrerequisite."""
     return in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
 
 
 def gate_figures(card: dict[str, Any], flips: int) -> Figures:
-    """How soon a worker notices that its lease has ended. Raises MissingPrerequisite."""
+    """Return how soon a worker notices that its lease has ended. Raises MissingPrerequisite."""
     with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))

@@ -1,7 +1,7 @@
 """A plain TCP stream, the baseline for bulk copies over TCP.
 
 Two processes share one connection on loopback. Each process only sends from one buffer, or receives into one. `python
--m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
+-m gpulease.client.bench.tcp_peer PORT BYTES` runs the far end.
 """
 
 import socket
@@ -73,7 +73,7 @@ def _fill(sock: socket.socket, buffer: memoryview) -> bool:
 
 
 def serve(port: int, size: int) -> None:
-    """Receive and send as the other end requests, until it closes the connection."""
+    """Receive and send as the other end requests until it closes the connection."""
     data, direction = memoryview(bytearray(size)), memoryview(bytearray(1))
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
 """Blocks of pointers into themselves (woven.ptx), for sessions that leave their card.
 
-The session must later have the block at the same address, because the pointers are addresses. Kernels write the
-pointers, follow them and compare every word on the card, so a request over many gigabytes takes milliseconds.
+The block must later be at the same address, because the pointers are addresses. Kernels write the pointers, follow them
+and compare every word on the card, so a request over many gigabytes takes milliseconds.
 """
 
 import struct
@@ -41,7 +41,7 @@ def woven_bytes(most_bytes: int) -> int:
 
 
 def end_of(base: int, words: int, seed: int) -> int:
-    """Return the address at which STEPS pointers from the beginning of a block end."""
+    """Return the address reached by following STEPS pointers from the beginning of a block."""
     at = 0
     for _ in range(STEPS):
         at = (at * FACTOR + seed) % words
@@ -79,7 +79,7 @@ class WovenData:
 
     @property
     def mask(self) -> int:
-        """The number of words less one. It selects a word, because the number of words is a power of two."""
+        """The number of words less one, as a bit mask for word indexes: the number is a power of two."""
         return self.size_bytes // WORD_BYTES - 1
 
     def begin(self) -> None:

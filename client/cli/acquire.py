@@ -1,7 +1,7 @@
 """`gpulease acquire`, `renew` and `free`: a lease that outlives the command that acquired it.
 
 Such a lease ends by its deadline or by `free`: it is never orphaned. Programs find it by GPULEASE_ADDRESS and
-GPULEASE_LEASE_ID, as those of `gpulease run` do.
+GPULEASE_LEASE_ID, as the programs of `gpulease run` do.
 """
 
 import json

@@ -127,7 +127,7 @@ def _record_of(data: bytes) -> DecodeRecord:
 
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
-    """The prompt's tokens, from text or from a JSON array of ids."""
+    """Return the prompt's tokens, from text or from a JSON array of ids."""
     # Try an array of ids first, because a prompt rarely has that form.
     with contextlib.suppress(ValueError, RecursionError):
         prompt = json.loads(data)
@@ -141,7 +141,7 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
 
 
 def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], SamplingParameters]:
-    """The prompts and the sampling of a request's body, as the server parsed them."""
+    """Return the prompts and the sampling of a request's body, parsed as by the server."""
     # Import these only here, because they need the extras `decode` and `serve`.
     from gpulease.client.decode.openai.api_errors import ApiError
     from gpulease.client.decode.openai.completion_request import parse_request
@@ -159,7 +159,7 @@ def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], S
 
 
 def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
-    """The biases of a request, from the form that its body had: an object with token ids as keys."""
+    """Return a request's biases, parsed from the form of its body: an object with token ids as keys."""
     try:
         return tuple((int(token), float(bias)) for token, bias in json.loads(data).items())
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -202,7 +202,7 @@ def _check(
 
 
 def possible_positions(config: ModelConfig, needed: int) -> tuple[int, ...]:
-    """Return the settings of `positions` to try, because the record does not have the server's.
+    """Return the values of `positions` to try, because the record does not contain the server's.
 
     The result depends on them only with LongRoPE, which has one rotation for short sequences and one for long ones
     (rotary.rotation_of).

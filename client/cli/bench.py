@@ -35,7 +35,7 @@ GATE_FLIPS: Final = 400
 ROUNDS: Final = 3
 LAUNCHES: Final = 20_000
 LEASES: Final = 30
-"""Number of leases acquired one after the other; as many expire, and as many are revoked."""
+"""Number of leases acquired one after another; as many more expire, and as many are revoked."""
 
 QUICK_ROUNDS: Final = 1
 QUICK_LAUNCHES: Final = 5_000
@@ -315,7 +315,7 @@ def missed_text(outcome: BoundOutcome) -> str:
     bound, value = outcome.bound, outcome.value
     if value is None:
         return f"{bound.text}: not measured ({bound.figure}{f' / {bound.of}' if bound.of else ''})."
-    # By how many times it is beyond the bound, whichever direction the bound has.
+    # The factor by which it is beyond the bound, whichever side the bound is on.
     beyond = bound.limit / value if bound.is_least else value / bound.limit
     measured = f"{_value_text(outcome.figure)} {bound.figure_unit}"
     if bound.of:
@@ -546,7 +546,7 @@ def _tables(report: dict[str, Any]) -> str:
 
 
 def round_trip_table(report: Mapping[str, Any]) -> str:
-    """Lay out the round trips' p50 and p99 of each caller, with notes, and why callers are missing."""
+    """Lay out each caller's p50 and p99 of the round trips, with notes, and the reasons for missing callers."""
     figures, ratio, goals = report["figures"], report["ratio"], report["goals"]
     # Only callers that were measured have columns; the session comes first.
     callers = [name for name in CALLERS if name in figures]

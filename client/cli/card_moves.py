@@ -28,7 +28,7 @@ PATIENCE_S: Final = 10.0
 
 
 def move_sessions(uuid: str, target: str | None = None, *, as_json: bool) -> None:
-    """Move the sessions of a card one after the other, the largest first, because small ones fit into less room.
+    """Move the sessions of a card one after another, the largest first, because small ones fit into less room.
 
     Prints a report for each lease of the card, and exits with 1 if any stays (`move_each`).
 
@@ -77,7 +77,7 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
     number, retries = int(lease["lease_id"], 16), BusyRetries(PATIENCE_S)
     if not lease.get("park"):
         return {"outcome": "stays", "reason": "it is not parkable"}
-    # A card may have room, and yet not be open to this lease: its tenant may not use it, for example.
+    # A card with room may still refuse this lease: for example, its tenant may not use the card.
     refused, reason = {uuid}, "no other card has room for it"
     while True:
         card = _card_with_room(_size_of(lease), refused, target)
@@ -106,7 +106,7 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
 
 
 def _card_with_room(size_bytes: int, refused: Collection[str], target: str | None) -> str | None:
-    """Return the card outside `refused` with the most room, or `target`. None if it has too little room."""
+    """Return `target`, or the card outside `refused` with the most room; None if it has too little room."""
     cards = [card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty())) if card["uuid"] not in refused]
     able = [card for card in cards if card["available_bytes"] >= size_bytes and target in (None, card["uuid"])]
     return max(able, key=lambda card: card["available_bytes"])["uuid"] if able else None

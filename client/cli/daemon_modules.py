@@ -21,7 +21,7 @@ FLEET: Final = "daemon,fleet"
 
 
 def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoReturn:
-    """Replace this process by one that runs a module of the daemon.
+    """Replace this process with one that runs a module of the daemon.
 
     Args:
         module: The module's name.
@@ -35,7 +35,7 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
         raise MissingPrerequisite(
             f"the daemon is not installed with this client: pip install '.[{extra}]' in gpulease's repository"
         )
-    # execv keeps the process id and the terminal, so for a shell it is still the same command.
+    # execv keeps the process id and the terminal, so a shell sees the same command.
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 

@@ -45,7 +45,7 @@ PROMPT_ROWS: Final = 16
 seconds."""
 
 HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""What is printed to a terminal instead of control characters. Stops a model's text from controlling the terminal."""
+"""Replacements for control characters on a terminal, which a model's text must not control."""
 
 
 @dataclass(frozen=True, slots=True)

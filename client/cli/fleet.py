@@ -124,7 +124,7 @@ def _listing() -> Report:
 
 
 def _operators_listing() -> Report:
-    """The fleet's nodes and names. Raises Denied if the user is not an operator: only operators see the nodes."""
+    """Return the fleet's nodes and names. Raises Denied unless the user is an operator: others see no nodes."""
     listing = _listing()
     # A directory of an older version does not say whether the user is an operator, and lists everything.
     if not listing.get("operator", True):

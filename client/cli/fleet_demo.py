@@ -85,7 +85,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
 
 
 def _refusal(address: str) -> str:
-    """The error that a second tenant gets when it asks for the name."""
+    """Return the text of the error that a second tenant gets when it asks for the name."""
     # At first the node may not have joined the fleet, and refuses the request for that reason.
     until_s = time.monotonic() + JOIN_S
     while True:

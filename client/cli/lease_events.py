@@ -73,7 +73,7 @@ def _status_text(status: Status | int) -> str:
 def refusal_text(refusal: ForwardRevoked) -> str:
     """Describe a refused launch in one line, without characters that a terminal interprets."""
     refused = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
-    # The time from the broker's decision until the session noticed it.
+    # The time from the broker's decision until the session noticed the end.
     after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
     parts = [
         str(refusal.lease_id),

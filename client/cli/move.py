@@ -61,7 +61,7 @@ def _move_one(lease_id: LeaseId, device: str, as_json: bool) -> None:
 
 
 def _way_of(lease_id: LeaseId) -> MoveReport | None:
-    """Return how the bytes of a lease's last move were copied; None if the daemon does not report that any more."""
+    """Return how the bytes of a lease's last move were copied; None if the daemon no longer reports that."""
     try:
         report = ask(Opcode.LEASE_QUERY, LeaseRef(lease_id)).report
     except NotFound:

@@ -42,7 +42,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         )
         click.echo(wrapped_text(f"The node is drained: it grants no leases, and {end_text}.", width))
     click.echo(_card_table(cards, width))
-    # Below the table, a sentence for each card that has something to explain.
+    # Below the table, print a sentence for each card that needs an explanation.
     for card in cards:
         for sentence in filter(None, (_drained(card), _taken_by_others(card), _fenced(card), _paced(card))):
             click.echo(wrapped_text(sentence, width))
@@ -65,7 +65,7 @@ def _drained(card: Report) -> str:
 
 
 def _paced(card: Report) -> str:
-    """Return when a card's next park may begin; "" if at once, or if the daemon is too old to report it."""
+    """Describe when a card's next park may begin; "" if at once, or if the daemon is too old to report it."""
     need_ms, tenant_ms = card.get("park_wait_ms") or 0, card.get("tenant_park_wait_ms") or 0
     if not tenant_ms:
         return ""
@@ -227,7 +227,7 @@ def _warm_only(lease: Report) -> str:
 def _holders(lease: Report) -> str:
     """Describe who holds the buffers of a lease's session; "" for none, or if the daemon is too old to report it."""
     connections = lease.get("connections") or []
-    # A program on this host is known by its process, a remote one by its number.
+    # Name a program on this host by its process, a remote one by its number.
     holders = [
         (
             f"pid {connection['pid']}" if connection["pid"] else f"remote {connection['number']}",

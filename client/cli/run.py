@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpulease.client.sync.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
-"""The lease ended before the program; timeout(1) exits with this status after a program took too long."""
+"""Exit status if the lease ended before the program. timeout(1) has the same for a program that took too long."""
 
 EXIT_NOT_STARTED: Final = 126
 EXIT_NO_PROGRAM: Final = 127
@@ -81,7 +81,7 @@ def run(lease_request: LeaseArguments, command: tuple[str, ...]) -> None:
     from gpulease.client.sync.public import GpuBuilder
 
     builder = lease_request.described_to(GpuBuilder()).orphan_secs(ORPHAN_S)
-    # No lease exists yet that could be left behind, so a wait for room can be interrupted.
+    # No lease exists yet, so an interrupt of the wait for room leaves nothing behind.
     signal.pthread_sigmask(signal.SIG_SETMASK, usual)
     lease = builder.acquire()
     program = _LeasedProgram(lease)
@@ -171,7 +171,7 @@ class _LeasedProgram:
             command: The program and its arguments.
             mask: The signals that it blocks.
         """
-        # Subscribe before the program starts, so that no end of the lease is missed.
+        # Subscribe before the program starts, so that the lease's end is not missed.
         events = self._lease.events()
         # Use a daemon thread, because it waits for events until the process ends.
         threading.Thread(target=self._watch, args=(events,), daemon=True).start()

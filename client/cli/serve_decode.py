@@ -249,7 +249,7 @@ def prefixes_reload(
 def _fronted(
     settings: "DecodeSettings", decoder: Decoder, sock: socket.socket, host_names: Sequence[str]
 ) -> contextlib.AbstractAsyncContextManager[socket.socket]:
-    """Have processes speak HTTP at a socket until the block ends. Yields the socket for their requests."""
+    """Let front processes serve HTTP until the block ends. Yields the socket to which they pass requests."""
     from gpulease.client.decode.openai.completion_intake import DecoderSource
     from gpulease.client.decode.openai.fronts.front_messages import Welcome
     from gpulease.client.decode.openai.fronts.front_server import fronts
@@ -311,9 +311,9 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
 
 
 def _hint(url: str, key: str) -> str:
-    """A command that sends a request to the server, ready to paste."""
+    """Return a command, ready to paste, that sends a request to the server."""
     target = f"{url}/v1/completions"
-    # curl reaches a Unix socket by an option, and then needs any host name.
+    # For a Unix socket, curl needs an option, and a host name, which may be any.
     if url.startswith("http+unix://"):
         target = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"
     request_json = '{"prompt": "Changed in version", "max_tokens": 24, "temperature": 0, "stream": true}'

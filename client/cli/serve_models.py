@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpulease.protocol.http_origin import KnownHosts
 
 STOP_POLL_S: Final = 0.2
-"""Seconds between two checks whether the server stops. Once it does, requests that wait for a model are refused."""
+"""Seconds between two checks for a stop of the server. Once it stops, requests that wait for a model are refused."""
 
 
 async def serve_models(

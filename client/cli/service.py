@@ -14,7 +14,7 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.protocol.fast_dataclass import dataclass
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
-"""The folder of the units, next to the client's, in a checkout as in an installation."""
+"""The folder of the units, next to the client's, both in a checkout and in an installation."""
 
 PLACES: Final = {
     "gpuleased.service": "etc/systemd/system/gpuleased.service",
@@ -82,7 +82,7 @@ class Environment:
 
 
 def this_environment() -> Environment:
-    """The environment of this command. Raises MissingPrerequisite if the daemon is not installed."""
+    """Return the environment of this command. Raises MissingPrerequisite if the daemon is not installed."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
         raise MissingPrerequisite(
@@ -103,7 +103,7 @@ def this_environment() -> Environment:
 
 
 def filled_in(name: str, text: str, environment: Environment) -> str:
-    """A packaged file with that environment's paths filled in."""
+    """Return a packaged file with the environment's paths filled in."""
     # Only services that run this Python's code have paths to fill in.
     if name not in _EXEC_START:
         return text
@@ -190,7 +190,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
 
 def _write(path: Path, text: str, *, is_operators: bool) -> str:
     """Replace a file atomically; returns a phrase that says what happened. Raises OSError."""
-    # Don't touch a file that is the same already, and never replace one of the operator's.
+    # Leave an identical file alone, and never replace one of the operator's.
     if path.exists():
         if path.read_text("utf-8", errors="replace") == text:
             return "is up to date"

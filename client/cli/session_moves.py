@@ -16,7 +16,7 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.json_text import indented_json
 
 ENDED: Final = (LeaseExpired, Revoked, NotFound)
-"""Errors of a request for a lease that has ended by then."""
+"""Errors of a request about a lease that has ended in the meantime."""
 
 RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 0.5
@@ -35,7 +35,7 @@ class BusyRetries:
         self._until, self._tries = time.monotonic() + patience_s, 0
 
     def pause(self) -> bool:
-        """Sleep before the next attempt, each time longer. Returns False at once if `patience_s` is over."""
+        """Sleep before the next attempt, longer each time. Returns False at once if `patience_s` is over."""
         if time.monotonic() >= self._until:
             return False
         time.sleep(back_off_s(self._tries, RETRY_S, MOST_RETRY_S))

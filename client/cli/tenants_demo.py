@@ -49,7 +49,7 @@ SPARE_BYTES: Final = {"cpu": 2 * MIB, "cuda": 32 * MIB}
 
 BEFORE_S: Final = 1.0
 AFTER_S: Final = 1.0
-"""Seconds for which ann is watched before bob comes, and at least after his end."""
+"""Seconds for which ann is watched before bob comes; also the minimum after his end."""
 
 BOB_S: Final = (2.5, 10.0, 40.0)
 """Seconds of bob's lease. If a slow host could not start his kernel within one, the next is tried."""
@@ -76,7 +76,7 @@ SHOWN: Final = (0, 1, 100)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim of the demonstration, whether it was true, and the measured value."""
+    """A claim of the demonstration, whether it holds, and the measured value."""
 
     claim: str
     holds: bool
@@ -158,7 +158,7 @@ class Ann:
         self.watch(is_over)
 
     def claim(self) -> Claim:
-        """The claim that no launch of hers was wrong or failed, in any phase."""
+        """Return the claim that no launch of hers was wrong or failed, in any phase."""
         errors = sum(phase.errors for phase in self.phases)
         first = next((f": {phase.first_error}" for phase in self.phases if phase.first_error), "")
         # The absence of errors is not enough: in each phase a launch must have run.
@@ -258,7 +258,7 @@ def run_tenants_demo(
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:
         ann = Ann(process, lines)
-        # Step 1: only ann works, as a base for comparison.
+        # Step 1: only ann works, as a baseline.
         before = first_card(address)
         # bob takes so much that carol can't have as much before his end.
         size = _bob_bytes(before["available_bytes"], is_private=is_private)
@@ -340,7 +340,7 @@ def run_tenants_demo(
 
 
 def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
-    """Size of bob's lease, and of carol's: on a card that only they use, more than half of the free memory."""
+    """Return the size of bob's lease, and of carol's: on a card of their own, more than half of the free memory."""
     # Alone on the card: three quarters. Otherwise at most a quarter of the free memory.
     size = free_bytes * 3 // 4 if is_private else min(SHARED_BYTES, free_bytes // 4)
     size -= size % (2 * MIB)
@@ -377,7 +377,7 @@ def _bob_at_work(scene: Scene, size: int, written_bytes: int, lines: LiveLines) 
 
 
 def _refusal(scene: Scene, size: int) -> str:
-    """The error that carol gets while bob has the memory; "" if she gets a lease."""
+    """Return the error that carol gets while bob has the memory; "" if she gets a lease."""
     try:
         scene.builder(size).acquire().free()
     except CapacityExceeded as error:

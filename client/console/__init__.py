@@ -1,1 +1,1 @@
-"""Code of programs for operators: exit statuses, checked reports, tables, and daemons that end with their program."""
+"""Code for operators' programs: exit statuses, checked reports, tables, and daemons that end with their program."""

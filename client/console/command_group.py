@@ -1,4 +1,4 @@
-"""A group of commands that reports failures as a single command does, each as one sentence for the user."""
+"""A group of commands that reports each failure as one sentence for the user."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ EXIT_CANNOT_WRITE: Final = 74
 """EX_IOERR: a file or the output can't be read or written."""
 
 TRACEBACK_VARIABLE: Final = "GPULEASE_TRACEBACK"
-"""If this variable is set, a bug in this program is shown as Python's traceback, for its authors."""
+"""If this variable is set, a bug in this program is shown as a Python traceback, for its authors."""
 
 
 class MissingPrerequisite(Exception):
@@ -42,7 +42,7 @@ def needing(extra: str) -> Iterator[None]:
         # An import error inside this package is a bug, and must not be reported as a missing extra.
         if error.name is None or error.name.partition(".")[0] == "gpulease":
             raise
-        # If a package is installed in a version that lacks a name, the message names the package.
+        # If the installed version of a package lacks a name, the message names the package.
         problem = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
         raise MissingPrerequisite(f"{problem}: pip install '.[{extra}]' in gpulease's repository") from None
 
@@ -62,7 +62,7 @@ def failures_as_sentences() -> Iterator[None]:
         die_by_signal(signal.SIGPIPE)
     except MissingPrerequisite as error:
         fail(str(error), EXIT_FAILED)
-    # Often writing the output has failed, for example on a full disk, so drop the rest of it.
+    # Often the failure was in writing the output, for example to a full disk, so drop the rest of it.
     except OSError as error:
         _drop_output()
         fail(_about(error), EXIT_CANNOT_WRITE)
@@ -105,7 +105,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def die_by_signal(number: signal.Signals) -> NoReturn:
-    """End in the way in which the signal ends any program, so that a shell notices it and stops its script, too."""
+    """End as the signal ends any program, so that a shell notices it and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
     # Write the output that was printed before the signal.
@@ -121,7 +121,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
 
 @contextmanager
 def if_interrupted(note: Callable[[], str]) -> Iterator[None]:
-    """If the block is interrupted, print a line on stderr about what the daemon may still do, or has done.
+    """If the block is interrupted, print a line on stderr about what the daemon may have done or may still do.
 
     `note`: Returns the line, when the interrupt has occurred.
     """

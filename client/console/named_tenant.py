@@ -1,4 +1,4 @@
-"""Tenants of a name: acquire the name's lease, and record when the kernels of a session ran."""
+"""Tenants that acquire a named lease, and record when the kernels of its session ran."""
 
 import threading
 import time
@@ -73,7 +73,7 @@ class Tenant:
 
 
 def builder_of(address: str, name: str) -> GpuBuilder:
-    """A request for the name's lease, to the daemon at `address`."""
+    """Return a builder for the name's lease, at the daemon at `address`."""
     return GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).name(name)
 
 
@@ -91,6 +91,6 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
 
 
 def overlaps(first: Work, second: Work) -> int:
-    """Number of pairs of kernels, one from each session, that ran at the same time."""
+    """Return the number of pairs of kernels, one from each session, that ran at the same time."""
     # Two spans overlap if each begins before the other ends.
     return sum(a < d and c < b for a, b in first.spans for c, d in second.spans)

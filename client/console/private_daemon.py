@@ -30,16 +30,17 @@ SOCKET_NAME_BYTES: Final = 54
 a fleet's daemon, and 22 for the sockets that the daemon creates there."""
 
 UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
-"""Signals other than an interrupt that end a program without a handler for them."""
+"""Signals, other than an interrupt, that end a program that has no handler for them."""
 
 CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
-"""Names the folder in which workers cache compiled kernels. Without it they compile them again in each session."""
+"""Name of the variable with workers' folder for compiled kernels. Without it, each session compiles its kernels
+again."""
 
 _POLL_S: Final = 0.01
 
 
 def running_address() -> str | None:
-    """GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
+    """Return GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
     address_text = os.environ.get(ADDRESS_VARIABLE)
     # A named address is used even if nothing answers there: the error should name it.
     if address_text:
@@ -49,7 +50,7 @@ def running_address() -> str | None:
 
 
 def _cache() -> dict[str, str]:
-    """The variable that names the user's folder for kernels compiled by the embedded driver."""
+    """Return the variable that names the user's folder for kernels compiled by the embedded driver."""
     # XDG Base Directory Specification: a relative path is ignored.
     cache_home = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -112,13 +113,13 @@ class PrivateServer:
         return self._process is not None and self._process.poll() not in (None, 0)
 
     def kill(self) -> None:
-        """Kill the process, as a crash would: sessions of a daemon with a state folder continue."""
+        """Kill the process, as if it crashed: sessions of a daemon with a state folder continue."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def kill_all(self) -> None:
-        """Kill the process and all its descendants, as the loss of its host would."""
+        """Kill the process and all its descendants, as if its host were lost."""
         if self._process is not None:
             # Collect all descendants before killing any: after the broker's death they have another parent.
             for pid in _processes_of(self._process.pid):
@@ -219,7 +220,7 @@ def killable_daemon(
 
 @contextlib.contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the block like an interrupt, and then end the process by the same signal.
+    """Make SIGTERM and SIGHUP end the block like an interrupt, and then the process by the same signal.
 
     Otherwise either signal would end this process at once and leave the daemon behind.
     """
@@ -236,7 +237,7 @@ def unwound_by_signals() -> Iterator[None]:
         handler(signal.SIGINT, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
-    # Replace only default actions, and not handlers that the program or its parent has set.
+    # Replace only default actions, not handlers that the program or its parent has set.
     replaced = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in replaced:
         signal.signal(number, interrupt)
@@ -257,7 +258,7 @@ def _folder() -> Iterator[Path]:
 
 
 def short_folder() -> str | None:
-    """A folder in which a socket's path is short enough: None for the usual one, else /tmp."""
+    """Return a folder in which a socket's path is short enough: None for the usual one, else /tmp."""
     # A socket's path has a limit of 107 bytes; some hosts have long folders for temporary files.
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
@@ -267,7 +268,7 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(path):
         if process.poll() is not None or time.monotonic() > deadline_s:
-            # The daemon's last line is its reason. A missing module means that the extra is not installed.
+            # The daemon's last line gives the reason. A missing module means that the extra is not installed.
             log_lines = log.read_text(errors="replace").strip().splitlines()
             if any("No module named" in line for line in log_lines):
                 raise MissingPrerequisite(
@@ -298,13 +299,13 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def children_of(parent: int) -> list[tuple[int, str]]:
-    """A process's children, each with its name."""
+    """Return a process's children, each as process id and name."""
     # The kernel need not have a list of children (proc_tid_children(5)), so check every process's parent.
     children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                # The name is in parentheses and may contain anything, also parentheses (proc_pid_stat(5)).
+                # The name is in parentheses and may contain anything, even parentheses (proc_pid_stat(5)).
                 name, _, rest = Path("/proc", entry, "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
                 continue  # The process has ended by now.
@@ -314,7 +315,7 @@ def children_of(parent: int) -> list[tuple[int, str]]:
 
 
 def _processes_of(broker: int) -> list[int]:
-    """The process ids of a daemon: its broker's, and those of all descendants."""
+    """Return the process ids of a daemon: its broker's, and those of all descendants."""
     # The list grows while it is walked, so all descendants are found, level by level.
     processes = [broker]
     for pid in processes:

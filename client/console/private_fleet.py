@@ -30,7 +30,7 @@ JOIN_S: Final = 90.0
 """Longest time until nodes are members and a directory lists them, in seconds."""
 
 GENERATION: Final = b"/gpulease/v1/generation"
-"""Key of the store's generation. If it exists, a node need not wait for a membership deadline before it joins: this
+"""Key of the store's generation. If the key exists, a node joins without first waiting for a membership deadline: this
 store is new and has lost nothing."""
 
 DIRECTORY_MODULE: Final = "gpulease.daemon.fleet.directory"
@@ -40,7 +40,7 @@ _POLL_S: Final = 0.05
 
 @dataclass(slots=True)
 class EtcdMember:
-    """A member of etcd: HOST:PORT for clients, and its process."""
+    """A member of etcd: its HOST:PORT for clients, and its process."""
 
     endpoint: str
     process: "subprocess.Popen[bytes]"
@@ -51,7 +51,7 @@ class EtcdMember:
         return self.process.pid
 
     def kill(self) -> None:
-        """Kill the member, as the loss of its host would."""
+        """Kill the member, as if its host were lost."""
         self.process.kill()
         self.process.wait()
 

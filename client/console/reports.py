@@ -1,4 +1,4 @@
-"""Reports: maps with which a daemon describes cards, leases and itself, checked before they are used.
+"""Reports: a daemon's maps that describe cards, leases and itself, checked before they are used.
 
 A report has no fixed form on the wire: a daemon of another version may send more members, or lack some. If a required
 member is missing, MalformedReport says that the daemon's answer is wrong.
@@ -60,7 +60,7 @@ LEASE_PERHAPS: Final = {
 }
 CONNECTION: Final = dict.fromkeys(("number", "pid", "held_bytes"), NUMBER)
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
-"""Members that each report must have, and those (names in `_PERHAPS`) that may be missing or None."""
+"""Members that each report must have; those in names with `_PERHAPS` may be missing or None."""
 
 
 def cards_of(inventory: Inventory) -> list[Report]:
@@ -95,7 +95,7 @@ def leases_of(report: object) -> list[Report]:
 
 
 def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:
-    """Order each region directly after its lease. A region without its lease in the list keeps its place."""
+    """Put each region directly after its lease. A region whose lease is not in the list keeps its place."""
     leases = {id_of(item) for item in records if not parent_of(item)}
     under: dict[str, list[T]] = {}
     # Collect each region under its lease. Leases, and regions whose lease is not listed, are rows of the tree.
@@ -110,13 +110,13 @@ def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable
 
 
 def health_of(report: object) -> tuple[bool, list[Report]]:
-    """Return from a HEALTH report whether leases can be granted, and the checks. Raises MalformedReport."""
+    """Return whether leases can be granted, and the checks, from a HEALTH report. Raises MalformedReport."""
     health = _map(report, "the daemon's answer", {"ready": TRUTH, "checks": LIST}, {})
     return health["ready"], _maps(health["checks"], "check", CHECK)
 
 
 def json_text(report: object) -> str:
-    """A report as received, as JSON. Raises MalformedReport if JSON can't represent the report."""
+    """Return a report as JSON, unchanged. Raises MalformedReport if JSON can't represent it."""
     try:
         return indented_json(report, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

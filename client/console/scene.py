@@ -1,4 +1,4 @@
-"""The environment of `gpulease verify`'s checks: one card, its leases, its memory; and `MatrixCheck`, a check."""
+"""The environment of `gpulease verify`'s checks (one card, its leases, its memory), and `MatrixCheck`, one check."""
 
 import time
 from collections.abc import Callable
@@ -23,8 +23,8 @@ POOL_S: Final = 60.0
 """Longest time for the pool of ready contexts to be full again, in seconds."""
 
 CARD_S: Final = 5.0
-"""Longest time, in seconds, for the memory use that the card reports to return to its earlier value. That may be later
-than the daemon's proof."""
+"""Longest time, in seconds, until the card's reported memory use is back at its earlier value. That may be later than
+the daemon's proof."""
 
 NAME_CHARS: Final = 15
 """Number of characters of a process's name that the kernel stores."""
@@ -52,7 +52,7 @@ class Scene:
 
     @classmethod
     def at(cls, address: str) -> "Scene":
-        """The scene on the first card of that daemon."""
+        """Return the scene on the first card of the daemon at `address`."""
         card = first_card(address)
         return cls(address, card["driver"], card["uuid"], card["name"], card["capacity_bytes"])
 
@@ -66,15 +66,15 @@ class Scene:
         return self.driver == "cuda"
 
     def builder(self, size_bytes: int = SLICE_BYTES, seconds: float = LEASE_S) -> GpuBuilder:
-        """A builder for a lease on this card, of that size and lifetime."""
+        """Return a builder for a lease on this card, of that size and lifetime."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds).device(self.card_uuid)
 
     def query(self, lease_id: int) -> dict[str, Any]:
-        """The daemon's LEASE_QUERY report about a lease, also after its end."""
+        """Return the daemon's LEASE_QUERY report about a lease, even after its end."""
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
 
     def held_bytes(self) -> int:
-        """The bytes that leases hold, according to the daemon."""
+        """Return the number of bytes that leases hold, according to the daemon."""
         return int(first_card(self.address, "held_bytes")["held_bytes"])
 
     def wait_for_pool(self) -> None:
@@ -87,17 +87,17 @@ class Scene:
             time.sleep(_POLL_S)
 
     def lease_ids(self) -> set[int]:
-        """The ids of all live leases on the daemon."""
+        """Return the ids of all live leases on the daemon."""
         report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
         return {int(lease["lease_id"], 16) for lease in report}
 
     def used_mib(self) -> int:
-        """MiB used on the card, as nvidia-smi reports; 0 for the embedded driver."""
+        """Return the MiB used on the card, as nvidia-smi reports them; 0 for the embedded driver."""
         return int(ask_card(self.card_uuid, "memory.used")) if self.is_card else 0
 
     def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
         """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
-        # A fenced lease has ended as well, but the proofs do not accept that.
+        # A fenced lease has also ended, but checks do not accept that as an end.
         deadline_s = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > deadline_s or report["state"] == "fenced":
@@ -118,7 +118,7 @@ class Scene:
 
     def card_is_back_to(self, used_mib: int) -> int:
         """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
-        # The driver gives pages back a little after the daemon's proof.
+        # The driver returns pages a little after the daemon's proof.
         deadline_s = time.monotonic() + CARD_S
         while (excess_mib := self.used_mib() - used_mib) > 0 and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -141,12 +141,12 @@ class MatrixCheck(Generic[Outcome]):
 
 
 def breach_of(error: Exception) -> str:
-    """A sentence about the error that ended a proof."""
+    """Describe the error that ended a proof in a sentence."""
     return f"{type(error).__name__}: {error}"
 
 
 def worker_pid(lease_id: int) -> int:
-    """The process id of a lease's worker, found by its name. Raises Breach."""
+    """Return the process id of a lease's worker, found by its name. Raises Breach if there is none."""
     # The worker's name is its lease's id, cut to the length that the kernel keeps.
     name = f"gpul-{lease_id:032x}"[:NAME_CHARS]
     for comm in Path("/proc").glob("[0-9]*/comm"):

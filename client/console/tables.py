@@ -1,4 +1,4 @@
-"""Tables, sizes and times for people, without characters in a table's cells that a terminal interprets.
+"""Tables, sizes and times as text for people. Cells contain no characters that a terminal interprets.
 
 Names and messages of tenants, kernels and daemons are shown to operators. A control character in them could clear the
 screen, forge a line or set the terminal's title (CWE-150). Each character that is not plainly printable is escaped.
@@ -68,8 +68,8 @@ def fitted(
     """Lay out a table in lines of at most `width` cells.
 
     If it is too wide, its last column is wrapped if that is text. Otherwise the columns of `droppable` are dropped one
-    by one until it fits. If it never does, each row becomes a few lines: its title, then each cell after its column's
-    title.
+    by one until it fits. If it still does not fit, each row becomes a few lines: its title, then each cell after its
+    column's title.
 
     Args:
         head: Titles of the columns; "" for a column that needs none.
@@ -109,7 +109,7 @@ def _fits(text: str, width: int) -> bool:
 
 
 def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """The table with its last column wrapped; "" if it does not fit."""
+    """Return the table with its last column wrapped; "" if it does not fit."""
     # Do not use splitlines(), which would drop a last row that is empty except for its text.
     others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
     begin = max(width_of(line) for line in others) + len(GAP)
@@ -127,7 +127,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
 def _stacked(head: Sequence[str], row: Sequence[str], width: int, title_column: int, *, is_text_last: bool) -> str:
     """Lay out the row's title, then `head cell` pairs, as many per line as fit. Text is a separate paragraph."""
     cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
-    # Text last is a paragraph; the title comes first, with cells that need no head.
+    # A last column of text becomes a paragraph; the title comes first, with cells that need no head.
     text = cells.pop()[1] if is_text_last else ""
     title_cell = cells.pop(title_column)[1]
     heading = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
@@ -162,9 +162,9 @@ def is_terminal() -> bool:
 
 
 def output_width() -> int | None:
-    """Width of the output in cells; None for a file or a program.
+    """Return the width of the output in cells; None for a file or a program.
 
-    It is the terminal's width or, for a pipe, the environment's: watch(1) sets it for its pipe.
+    It is the terminal's width or, for a pipe, COLUMNS, which watch(1) sets for its pipe.
     """
     if is_terminal():
         try:
@@ -180,7 +180,7 @@ _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def size_text(size_bytes: int) -> str:
-    """A size in short, rounded to three digits: "1.5 GiB"."""
+    """Return a size in short, rounded to three digits: "1.5 GiB"."""
     # The largest unit that the size reaches; three digits in each.
     for unit, scale in _UNITS:
         if size_bytes >= scale:
@@ -192,7 +192,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time span in short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    """Return a time span in short: "2 h 05 min", "3 min 20 s", "4.2 s"."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     if seconds >= 60:
@@ -208,11 +208,11 @@ _JOINING: Final = range(0x1160, 0x1200)
 
 
 def shown(text: str) -> str:
-    """Text as one line of printable characters with well-defined widths; others are escaped, as in Python.
+    """Return text as one line of printable characters with well-defined widths; others are escaped, as in Python.
 
     Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder other characters.
     """
-    # The usual case, without a check of each character.
+    # In the usual case, no character must be checked by itself.
     if text.isascii() and text.isprintable():
         return text
     return "".join(mark if _is_plain(mark) else escape(mark) for mark in unicodedata.normalize("NFC", text))
@@ -223,7 +223,7 @@ def _is_plain(mark: str) -> bool:
 
 
 def width_of(text: str) -> int:
-    """Width of shown text in cells: two for characters that East Asian fonts draw wide (Unicode Annex 11)."""
+    """The width of shown text in cells: two for characters that East Asian fonts draw wide (Unicode Annex 11)."""
     if text.isascii():
         return len(text)
     return sum(_cells(mark) for mark in text)
@@ -279,7 +279,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Shown text in exactly `width` cells, aligned left or right."""
+    """Return shown text in exactly `width` cells, aligned left or right."""
     text = fit(text, width)
     space = " " * (width - width_of(text))
     return space + text if right else text + space

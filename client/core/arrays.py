@@ -1,4 +1,4 @@
-"""Device arrays: making, reading, writing, copying and filling them, by calls to the session's own API.
+"""Device arrays: making, reading, writing, copying and filling them, through calls to the session's own API.
 
 Each operation is a generator that yields the API's calls (`Call`): the API executes them one by one and sends back
 their results. So every rule is written once, and these calls are recorded, ordered and locked like a program's own.
@@ -49,7 +49,7 @@ PLAIN_TYPES: Final = frozenset(
     {"bool", "complex64", "complex128", "float16", "float32", "float64"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
-"""numpy dtypes that kernels have, too: numbers of 1 to 16 bytes, a power of two, little-endian."""
+"""numpy dtypes that kernels support, too: little-endian numbers of 1, 2, 4, 8 or 16 bytes."""
 
 NARROW_TYPES: Final = frozenset(
     {"bfloat16", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"}
@@ -70,7 +70,7 @@ class Call:
 
 
 Calls: TypeAlias = Generator[Call | Procedure[Any], Any, T]
-"""An operation: yields calls, and procedures for which the API has no method; returns its result."""
+"""An operation. Yields calls, or procedures where the API has no method; returns its result."""
 
 
 class SessionArray(ArrayView):
@@ -110,7 +110,7 @@ def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, operation: 
     """
     checked = checked_dtype(dtype, operation)
     layout = ArrayLayout.contiguous(checked_shape(shape, checked.itemsize, operation), checked.itemsize)
-    # Allocate at least one byte, because an array without elements has an address, too.
+    # Allocate at least one byte, because even an array without elements needs an address.
     buffer = yield Call("mem_alloc", (max(layout.size_bytes, 1),))
     return kind(session, buffer, layout, checked)
 
@@ -255,7 +255,7 @@ def _bytes_of(data: NDArray[Any]) -> NDArray[Any]:
 
 
 def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
-    """The numpy dtype of elements that kernels support.
+    """Return the numpy dtype of elements that kernels support.
 
     Args:
         dtype: The program's value: a dtype, or the name of one.
@@ -289,7 +289,7 @@ def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
 
 
 def host_array(values: Any, dtype: Any) -> NDArray[Any]:
-    """A contiguous numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
+    """Return a contiguous numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
     if isinstance(values, ArrayView):
         raise InvalidRequest(f"array: {values!r} is already on the card", "Copy it there with its copy() method")
     wanted_dtype = None if dtype is None else checked_dtype(dtype, "array")
@@ -306,7 +306,7 @@ def host_array(values: Any, dtype: Any) -> NDArray[Any]:
 
 
 def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]:
-    """A contiguous numpy array of `dtype` from numbers, nested lists of numbers, or an array of that dtype.
+    """Return a contiguous numpy array of `dtype` from numbers, nested lists of numbers, or an array of that dtype.
 
     Numbers are converted if they fit; arrays never are. Raises InvalidRequest.
     """
@@ -314,7 +314,7 @@ def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]
         raise InvalidRequest(
             f"{operation}: the value must be a number, not the array {value!r}", "Assign it instead: a[...] = b"
         )
-    # Never convert an array implicitly: that could lose data of a whole buffer unnoticed.
+    # Never convert an array implicitly: that could silently lose a whole buffer's data.
     if isinstance(value, np.ndarray) and value.ndim:
         if value.dtype != dtype:
             raise InvalidRequest(

@@ -18,7 +18,7 @@ from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 FOLDER_VARIABLE: Final = "GPULEASE_LEASES"
 
 MAX_FILE_BYTES: Final = 64 << 10
-"""Maximum number of bytes that are read of a file; a file has about 300."""
+"""Maximum number of bytes read from a file; a file has about 300."""
 
 
 @dataclass(frozen=True, slots=True)

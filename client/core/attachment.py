@@ -36,8 +36,8 @@ MEM_WRITE_FIXED_BYTES: Final = 20
 """Bytes of a MEM_WRITE's payload other than data: handle, offset and length."""
 
 QUIET_WRITE_BYTES: Final = 64 << 10
-"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger write, the
-wait is short compared with the copy, and the reply shows at once whether the write succeeded."""
+"""Largest write that is queued without waiting; its bytes are copied when the call returns. A larger write waits for
+its reply: the wait is short compared with the copy, and shows whether the write succeeded."""
 
 _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
 
@@ -58,7 +58,7 @@ class ActiveRecording(Protocol):
     """The recording that replaces a session's launches and copies; see `recorder`."""
 
     def refusal(self, operation: str) -> GpuLeaseError:
-        """The error of an operation that a graph can't contain."""
+        """Return the error for an operation that a graph can't contain."""
 
 
 class LentArrays:
@@ -125,7 +125,7 @@ class HeldBuffers:
         return bool(self._by_size)
 
     def allow(self, slice_bytes: int) -> None:
-        """From now on hold buffers, up to the part of a slice of this size."""
+        """From now on hold buffers, up to a part of the slice."""
         self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
 
     def hold(self, buffer: Buffer) -> bool:
@@ -189,7 +189,7 @@ class Attachment:
         lease_bytes: The lease's size when the worker replied.
         end: How the session ended; None before its end.
         arena: Memory shared with the worker; None if there is none.
-        lease_word: The lease's word, which the broker writes; not 0 once the lease has ended.
+        lease_word: A word that the broker writes; not 0 once the lease has ended.
         words: The session's words, by which the client refuses launches that name an ended region; None if the worker
             provides none, or is too old to accept a report of such a refusal.
         regions_epoch: The epoch in these words, which is raised after each change of a region's word.
@@ -390,7 +390,7 @@ class Attachment:
             self.lease.channel.close()
 
     def give_up(self) -> None:
-        """Close what an attach that failed or was interrupted has opened."""
+        """Close everything that a failed or interrupted attach has opened."""
         if getattr(self, "channel", None) is not None:
             self.finish(_CLOSED)
 
@@ -399,7 +399,7 @@ class Attachment:
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
-        # Read the word again before the page is unmapped, because it may contain the reason of the lease's end.
+        # Read the word again before the page is unmapped, because it may contain the reason for the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.poll_words()
             self.lease.words = None
@@ -425,7 +425,7 @@ class Attachment:
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.received_goodbye:
-            # A goodbye contains the reason of the lease's end.
+            # A goodbye contains the reason for the lease's end.
             failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, operation)

@@ -1,4 +1,4 @@
-"""Clean-up after an interrupted call: free the lease, region or connection that it may have made without a reference.
+"""Clean-up after an interrupted call: free the lease, region or connection that it may have made but not returned.
 
 Theory of operation. Ctrl-C raises KeyboardInterrupt at almost any call of the main thread, and a second Ctrl-C
 interrupts whatever runs after the first. So an interrupted call does not clean up itself. Before a request is sent, its

@@ -1,4 +1,4 @@
-"""A session's copies to and from device memory: in chunks, pipelined, and without another copy in the client.
+"""A session's copies to and from device memory: in chunks, pipelined, and without an extra copy in the client.
 
 A copy takes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. An array in the arena
 (`GpuSession.empty`) is copied in place by the worker. Larger copies of ordinary memory go through a part of the arena
@@ -28,7 +28,7 @@ SMALL_READ_BYTES: Final = 32 << 10
 """Largest read that waits for its reply by spinning; the ring has room for much more."""
 
 READ_WINDOW: Final = 4
-"""Number of MEM_READs in flight: enough for the worker to copy the next chunk while this one is being received."""
+"""Number of MEM_READs in flight: enough for the worker to copy a chunk while the client receives the one before."""
 
 COPY_BYTES_PER_NS: Final = 20
 """Rate of a slow bus. When the client waits for the reply to an arena copy, it spins for the time that the copy takes
@@ -41,7 +41,7 @@ a sleep hardly delays a copy that takes longer than this.
 
 
 class CopyCommands(Protocol):
-    """Copies, as both a session and a recording implement them."""
+    """The copy operations, which both a session and a recording implement."""
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> MaybePending[None]:
         """Copy bytes to the device, under the session's lock."""
@@ -160,7 +160,7 @@ class Copies(CopyCommands):
         operations.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
     def _quiet_prefix(self, buffer: Buffer, offset: int, data: memoryview) -> bytes:
-        """The part before the data of a write that no caller waits for."""
+        """Return the part of a quiet write's frame that precedes the data."""
         attachment = self._attachment
         number = attachment.connection.next_request_id()
         return mem_write_prefix(
@@ -288,12 +288,12 @@ class Copies(CopyCommands):
         return request.ask(copy, spin_ns(size))
 
     def _arena_offset_of(self, view: memoryview) -> int | None:
-        """Offset of a view's bytes in the arena; None if they are elsewhere."""
+        """Return the offset of a view's bytes in the arena; None if they are elsewhere."""
         arena = self._attachment.arena
         return None if arena is None else arena.offset_of(view)
 
     def _ready_staging(self) -> Staging | None:
-        """The slots in the arena; None without an arena, or if they do not fit."""
+        """Return the slots in the arena; None without an arena, or if they do not fit into it."""
         arena = self._attachment.arena
         if arena is None:
             return None
@@ -308,7 +308,7 @@ class Copies(CopyCommands):
 
 
 def spin_ns(nbytes: int) -> int:
-    """Return how long a copy in the arena takes, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
+    """Return how long to spin for an arena copy of `nbytes`, in nanoseconds: at most `MAX_COPY_SPIN_NS`."""
     return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
 
 

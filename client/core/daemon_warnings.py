@@ -6,7 +6,8 @@ from typing import Final
 from gpulease.protocol.foreign_text import printable
 
 MAX_WARNINGS: Final = 16
-"""Maximum number of different warnings that a process logs. Stops a daemon that makes a new one for each connection."""
+"""Maximum number of different warnings that a process logs. Bounds the log if a daemon sends a new one with each
+connection."""
 
 _log: Final = logging.getLogger("gpulease")
 _logged: Final = set[str]()

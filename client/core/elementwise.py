@@ -42,7 +42,7 @@ class ElementwiseOperation:
 
         Args:
             session: The session.
-            kind: The API's kind of array.
+            kind: The API's class of arrays.
             args: Inputs; then all outputs, or none of them, in which case they are made.
             size: Number of elements if all arrays are raw.
             place: Stream, regions and position, as in the session's launch.
@@ -114,7 +114,7 @@ class ElementwiseOperation:
             )
 
     def _types(self, args: Sequence[Any]) -> dict[str, np.dtype[Any]]:
-        """The element dtype of each parameter's kind: from arrays and numpy scalars, otherwise from Python numbers."""
+        """Return the dtype of each type letter: from arrays and numpy scalars, otherwise from Python numbers."""
         dtype_by_kind = {
             parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic
         }

@@ -1,4 +1,4 @@
-"""Subscriptions to a lease's events, each on its own connection, so that no other reply waits for them."""
+"""Subscriptions to a lease's events, each on its own connection, so that they delay no reply."""
 
 import socket
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class LeaseEvent:
         left_s: Upper bound of the seconds until the next phase; 0 if it is not known.
         generation: The lease's generation, which each renewal increments.
         cause: Why it has ended or is ending, as one word; "" before that.
-        reason: The cause as a sentence, or the reason of a warning.
+        reason: The cause as a sentence, or the reason for a warning.
         lost: Number of events that were dropped before this one because they were not read.
     """
 
@@ -68,7 +68,7 @@ class LeaseEvent:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRevoked:
-    """A launch was refused because a region that it named had ended or was cancelled.
+    """A notice that a launch was refused because a region that it named had ended or was cancelled.
 
     Attributes:
         lease_id: The region.
@@ -213,7 +213,7 @@ class EventStream(Subscription[LeaseEvent]):
 
 
 class RefusalStream(Subscription[ForwardRevoked]):
-    """A subscription to the launches that a region, or any region of a lease, refuses. It ends only when closed."""
+    """A subscription to launches refused because of a region, or of any region of a lease. Ends only when closed."""
 
     def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
         super().__init__(address, Opcode.REGION_WATCH, LeaseRef(lease_id), token)

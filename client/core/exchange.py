@@ -43,9 +43,9 @@ LATE_S: Final = 1.0
 debugger), or its host is overloaded. The peer may have answered long ago."""
 
 MAX_EXTENSIONS: Final = 3
-"""Maximum number of times that a deadline is extended because it was noticed late. Bounds the wait for a daemon that
-hangs if this process notices every deadline late: on an overloaded host, or in an event loop that other work blocks
-for seconds."""
+"""Maximum number of times that a deadline is extended because it was noticed late. If this process notices every
+deadline late (on an overloaded host, or in an event loop that other work blocks for seconds), this bounds the wait for
+a daemon that hangs."""
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before another connect to a Unix socket with a full backlog, in seconds."""
@@ -112,7 +112,7 @@ class FixedDeadline:
 
 
 def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadline) -> Procedure[None]:
-    """Write buffers one after the other without joining them. Raises LinkEnded, or an error of the deadline.
+    """Write buffers one after another without joining them. Raises LinkEnded, or an error of the deadline.
 
     If `parts` is a deque of memoryviews, the sent bytes are removed from it.
 
@@ -194,7 +194,7 @@ def receive_from_living(
 def polls_for(address: Address, waiting: Waiting | None) -> bool:
     """Return whether to poll for a reply that takes about a millisecond (`Channel.is_polled`).
 
-    A daemon on another host answers too late for that, and a tenant that chose BLOCK requested sleeping.
+    A daemon on another host answers too late for that, and a tenant that chose BLOCK asked to sleep.
     """
     return isinstance(address, UnixAddress) and waiting is not Waiting.BLOCK
 
@@ -306,7 +306,7 @@ def operation_of(op: Opcode) -> str:
 
 
 def disconnected(ended: LinkEnded, channel: Channel, operation: str) -> GpuLeaseError:
-    """The error for a control connection that ended: the goodbye's own error, or Disconnected."""
+    """Return the error for a control connection that ended: the goodbye's own error, or Disconnected."""
     # Prefer the peer's own reason. Otherwise use the failure's hint, or the guess that no daemon is running.
     if channel.link.is_end_explained:
         return error_of(ended.failure, operation)
@@ -321,7 +321,7 @@ class First(NamedTuple):
     Attributes:
         op: Its operation, a control request.
         body: Its body.
-        session_id: The session that it is for.
+        session_id: The session to which it applies.
         takes_descriptors: Whether to accept descriptors that come with its reply.
         clean_up: Records the object that the request may make, if it must be released after an interrupt.
         is_polled: Whether to poll for the replies before sleeping (`Channel.is_polled`).

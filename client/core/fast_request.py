@@ -1,7 +1,7 @@
 """Requests with a reply that is known in advance, byte for byte: one frame out, one frame back, and no parsing.
 
-A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
-comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
+A successful reply without a body is known in advance; one with a handle is known except for the handle. A reply that
+comes while this side still spins for it is compared instead of parsed, so a round trip takes a few microseconds.
 Failures and late replies take the general path (`RequestPipeline`).
 """
 
@@ -156,10 +156,7 @@ class _KnownReply:
 
 @cache
 def _frame_prefixes(op: Opcode, payload_bytes: int, answer_bytes: int) -> tuple[bytes, bytes]:
-    """Return the bytes before the request id in a request's frame and its reply's.
-
-    They are the same for all sessions.
-    """
+    """Return the bytes before the request id in the frames of a request and of its reply: the same for all sessions."""
     # Build one frame of each kind by the general code, and cut it.
     request = build_frame(op, bytes(payload_bytes), request_id=0)
     reply = build_frame(op, bytes(answer_bytes), request_id=0, flags=_REPLY)

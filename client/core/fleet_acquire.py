@@ -1,4 +1,4 @@
-"""Acquires a lease in a fleet: a directory names nodes, and the client asks one after another until one grants.
+"""Acquires a lease in a fleet: a directory names nodes, and the client asks them in turn until one grants it.
 
 Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the client asks
 the next one. All tries of one acquire have the same request id. If a connection ends before the node's answer came, the
@@ -7,8 +7,8 @@ up the id before it refuses a request, so its answer is final even if it is a re
 nothing. A client that waits for a name need not keep asking such a node: a name is granted only once, and a later round
 asks the node again.
 
-If a node hangs, or its host is down, the client gives up on it after seconds, because it answers no PING during the
-request. If it resumes later and grants a lease without a name, that lease is an orphan: no program is connected to it.
+If a node hangs, or its host is down, it answers no PING during the request, and the client gives up on it after
+seconds. If it resumes later and grants a lease without a name, that lease is an orphan: no program is connected to it.
 After the grant, the fleet is no longer involved: all requests about the lease go to its node.
 
 The request id belongs to one call. If a program dies in `acquire()`, is restarted and calls it again, it asks for
@@ -66,11 +66,11 @@ from gpulease.protocol.messages import (
 T = TypeVar("T")
 
 DIRECTORY_LIMIT_S: Final = 4.0
-"""Longest time to reach a directory, and then for its answer, in seconds. It answers from memory within milliseconds.
+"""Longest time to reach a directory, and again for its answer, in seconds. It answers from memory within milliseconds.
 After this time the client asks another one."""
 
 NODE_LIMIT_S: Final = 4.0
-"""Longest time to reach a node, and then for its answer to a PING while it serves the request, in seconds. Both take
+"""Longest time to reach a node, and again for its answer to a PING while it serves the request, in seconds. Both take
 milliseconds. After this time the client asks another one. The grant itself may take longer."""
 
 PLACEMENTS_PER_ROUND: Final = 3
@@ -82,15 +82,15 @@ GRANT_LIMIT_S: Final = 90.0
 for an acquire at a single host."""
 
 LOST_ANSWER_S: Final = 15.0
-"""How long a node is asked again after an answer was lost, in seconds. A restarting broker is back by then: on a host
-with few cores, all of them busy, it took 3 s. If a daemon was killed during the request, and the client can't wait for
-a name elsewhere, the acquire takes this much longer."""
+"""How long the client keeps asking a node whose answer was lost, in seconds. A restarting broker is back by then: on a
+host with few cores, all of them busy, it took 3 s. If a daemon was killed during the request, and the client can't wait
+for a name elsewhere, the acquire takes this much longer."""
 
 LOST_PAUSE_S: Final = 0.1
 """Pause, in seconds, before a node is asked again after an answer was lost."""
 
 WAIT_SLICE_S: Final = 2.0
-"""Longest wait in one node's queue before the client asks others again, in seconds: room or the name may be free there.
+"""Longest wait in one node's queue, in seconds. Then the client asks others again, where room or the name may be free.
 """
 
 ROUND_PAUSE_S: Final = 0.25
@@ -154,7 +154,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     if len(errors) == 1:
         raise errors[0][1].with_traceback(None)
     reasons = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
-    # If all failed in the same way, keep that status, so that the caller can react to it.
+    # If all failed in the same way, keep that error's status, so that the caller can react to it.
     kinds = {type(error) for _, error in errors}
     status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
     message = f"none of the fleet's {len(errors)} directories can answer: {reasons}"
@@ -180,7 +180,7 @@ def acquire_in(
 
 
 class _Refusal(NamedTuple):
-    """A node that refused, and why. `holds_name`: it serves the name, according to the directory."""
+    """A node's refusal. `holds_name`: according to the directory, the node serves the requested name."""
 
     candidate: Candidate
     error: GpuLeaseError
@@ -199,7 +199,7 @@ class _Search(Generic[T]):
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
         self._request = replace(request, parameters=(*request.parameters, request_id))
         self._place = _place_of(request)
-        # The wait for room is for the whole acquire. Each node gets a part of it.
+        # The time to wait for room is for the whole acquire. Each node gets a part of it.
         self._end = clock() + request.wait_ms / 1000
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")
@@ -235,7 +235,7 @@ class _Search(Generic[T]):
         return None
 
     def _wait(self, left_s: float) -> Procedure[T | None]:
-        """Wait at one node for a slice of the time: for the name, if a node refused it as taken, else for room.
+        """Wait at one node for a slice of the time: for the name if a node refused it as taken, otherwise for room.
 
         If the node refuses before the slice is over, it has no queue for this request. Then pause, so that no node is
         asked again at once.
@@ -284,7 +284,7 @@ class _Search(Generic[T]):
         return refusal.holds_name or busy >= NAME_TRIES
 
     def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[T | None]:
-        """Ask one node. Returns None if it refuses but another may grant.
+        """Ask one node. Returns None if it refuses but another node may grant.
 
         Raises errors that every node would report.
         """
@@ -318,9 +318,9 @@ class _Search(Generic[T]):
                     channel.link.claim(number)
                     return self._make(channel, hello, answer)
             except GpuLeaseError as error:
-                # Raise the error if the first try's answer was not lost, or if later rounds will ask this node for the
-                # name anyway. After a lost answer, try again on every error, including a refused connection, until the
-                # time is over: only the node's own answer shows whether it has granted the lease.
+                # Raise the error if the answer to the first try was not lost, or if later rounds will ask this node for
+                # the name anyway. After a lost answer, try again on every error, including a refused connection, until
+                # the time is over: only the node's own answer shows whether it has granted the lease.
                 is_lost = _is_lost(error, channel)
                 if channel is not None:
                     channel.close()
@@ -341,7 +341,7 @@ class _Search(Generic[T]):
         return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
-        """Connect to a node, at the first of its addresses that answers."""
+        """Connect to a node at the first of its addresses that answers."""
         error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no usable address")
         # An address that this client can't parse belongs to a newer fleet: skip it.
         for text in candidate.addresses:
@@ -407,7 +407,7 @@ def _short(error: GpuLeaseError) -> str:
 
 
 def _place_of(request: LeaseAlloc) -> Place:
-    """The request to a directory that corresponds to a request for a lease."""
+    """Return the request to a directory that corresponds to a request for a lease."""
     exclusivity, name = EXCLUSIVITY.read(request.parameters), LEASE_NAME.read(request.parameters)
     labels = tuple(f"{key}={value}" for key, value in LABELS.read(request.parameters).items())
     # `tried` is filled in by each round.

@@ -1,4 +1,4 @@
-"""Launch graphs in the client: their handles, and how they are made, launched and closed."""
+"""Launch graphs in the client: their handles; making, launching and closing them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class GraphContents:
         parameters: Its parameters by name, in the body's order.
         handles: Buffers and modules that the graph uses.
         arrays: Arrays in the arena that the graph copies from and to.
-        kernel: The kernel of its only launch; "" for a graph with several launches, or only copies.
+        kernel: The kernel of its only launch; "" if the graph has several launches, or only copies.
     """
 
     body: GraphCreate
@@ -47,7 +47,7 @@ class GraphContents:
 class GraphHandle(Handle):
     """A recorded sequence of launches and copies; the base of both APIs' graphs.
 
-    It holds the buffers, modules and arrays with which it was recorded, so that they exist as long as the graph.
+    It holds references to the buffers, modules and arrays with which it was recorded.
     """
 
     __slots__ = ("_args", "_contents", "_graphs", "_head", "_head_in", "_middle", "_unusable_reason")
@@ -88,11 +88,11 @@ class GraphHandle(Handle):
         return self
 
     def discarded(self) -> None:
-        """Make later errors say that the recording failed."""
+        """Mark the graph as unusable, because its recording failed."""
         self._unusable_reason = "was discarded: its recording failed"
 
     def graphs(self, operation: str) -> "Graphs":
-        """The graphs of its session. Raises InvalidHandle, naming the operation `operation`, if it has no session."""
+        """Return its session's graphs. Raises InvalidHandle, naming `operation`, if the graph has no session."""
         if self.owner is None:
             raise InvalidHandle(f"{operation}: the graph {self._unusable_reason}")
         return self._graphs
@@ -150,7 +150,7 @@ class GraphHandle(Handle):
         return b"".join(parts)
 
     def lend_arrays(self) -> None:
-        """Lend its arrays for as long as queued copies may use them, so that their memory is not reused."""
+        """Lend its arrays while queued copies may use them, so that their memory is not reused."""
         if self.owner is not None and self._contents is not None and self._contents.arrays:
             self._graphs.attachment.lent.lend_to_graph(self._contents.arrays)
 
@@ -183,7 +183,7 @@ class Graphs:
         self._streams = streams
 
     def make(self, graph: GraphHandle, contents: GraphContents) -> Procedure[None]:
-        """Send a recording to the worker, which checks and keeps it. Raises InvalidRequest if it is too large."""
+        """Send a recording to the worker, which checks and stores it. Raises InvalidRequest if it is too large."""
         payload = build_body(contents.body)
         # Both the protocol and this daemon limit the size; refuse a larger graph before it is sent.
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
@@ -218,6 +218,6 @@ class Graphs:
         return pending if are_active else self.refused.confirmed(pending, _LAUNCH)
 
     def close(self, graph: GraphHandle) -> Procedure[None]:
-        """Free a graph. Queued launches of it run to their end."""
+        """Free a graph. Its queued launches still run to their end."""
         graph.lend_arrays()
         yield from self._operations.free(graph, GraphHandle, "close")

@@ -1,4 +1,4 @@
-"""Frees objects that the program of an idle session has dropped: each API polls its sessions.
+"""Frees objects that a program has dropped while its session is idle.
 
 A handle's last reference may be dropped in any thread, at any moment, so the handle is only recorded, and the session's
 next operation frees it. But an idle session has no next operation. So each API polls its sessions every
@@ -28,10 +28,7 @@ class IdlePoller:
         return self._operations.attachment.end is not None
 
     def has_found(self) -> bool:
-        """Return whether no request was sent since the last poll and there is something to free.
-
-        Then call `free`, under the lock.
-        """
+        """Return True if no request was sent since the last poll and there is something to free: then call `free`."""
         # If the last request id is the same at two polls, the session was idle between them.
         last_id, self._last_id = self._last_id, self._operations.attachment.connection.last_request_id
         return last_id == self._last_id and not self.is_over and self._operations.has_leftovers

@@ -41,7 +41,8 @@ class LaunchAttributes:
 
     Attributes:
         cooperative: Whether all blocks run at the same time, so that they may wait for each other.
-        cluster: Neighbouring blocks that run together, in one to three dimensions; None for no clusters.
+        cluster: Size of a cluster of neighbouring blocks that run together, in one to three dimensions; None for no
+            clusters.
     """
 
     cooperative: bool
@@ -54,7 +55,7 @@ class LaunchAttributes:
 
 
 class LaunchCommands(Protocol):
-    """Launches, as both a session and a recording implement them."""
+    """The launch operations, which both a session and a recording implement."""
 
     def launch(
         self,
@@ -131,7 +132,7 @@ class _LatestLaunch:
 class Launches(LaunchCommands):
     """Sends a session's launches, each by the fastest possible of three paths.
 
-    A launch like the module's last one is sent at once, from that one's template. If only an older template fits, the
+    A launch like the module's last one is sent at once, from the same template. If only an older template fits, the
     values that may have changed are checked. Any other launch is checked completely, and gets a template.
     """
 
@@ -158,8 +159,8 @@ class Launches(LaunchCommands):
         """
         attachment = self._attachment
         try:
-            # Check everything that may have changed since the module's last launch in one expression. After a mismatch,
-            # or if the module had no launch yet, use the general path below.
+            # In one expression, check everything that may have changed since the module's last launch. After a
+            # mismatch, or if this is the module's first launch, use the general path below.
             latest = module.latest
             if (
                 kernel == latest.kernel
@@ -191,7 +192,7 @@ class Launches(LaunchCommands):
                         return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
             pass  # a wrong type, the first launch, or the peer is gone: the general path handles it
-        # Raise an end here: a tenant waits for this error, and each function that it passes through takes time.
+        # Raise the error of an end here: a tenant waits for it, and each function that it passes through takes time.
         if (ended := attachment.end_error_now("launch")) is not None:
             raise ended
         try:
@@ -449,7 +450,7 @@ def _checked(
 
 
 def _entry(module: Module, kernel: str) -> KernelEntry:
-    """A kernel of a module. Raises LaunchFailed if it has no such kernel, InvalidRequest for an invalid name."""
+    """Return a kernel of a module. Raises LaunchFailed if it has no such kernel, InvalidRequest for an invalid name."""
     entry = module.kernels.get(kernel_name(kernel, "launch"))
     if entry is None:
         raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
@@ -500,7 +501,7 @@ def dimensions(kernel: str, subject: str, lengths: Any) -> tuple[int, int, int]:
 def _raw(
     kernel: str, args: KernelArgs | bytes | bytearray | memoryview, arg_sizes: Iterable[int] | None
 ) -> tuple[bytes, tuple[ArgumentKind, ...], tuple[Buffer, ...]]:
-    # KernelArgs come here only together with arg_sizes, which contradict their own.
+    # KernelArgs come here only if the caller also gave arg_sizes, but they contain their sizes.
     if isinstance(args, KernelArgs):
         raise InvalidRequest(
             f"launch of {quoted(kernel)}: arg_sizes must be left out, unless the arguments are raw bytes: "
@@ -532,7 +533,7 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
 
 
 def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
-    # Types are known only for PTX; without them, only sizes could be compared.
+    # Types are known only for PTX; for a cubin only the sizes were compared.
     for index, (kind, declared) in enumerate(zip(kinds, types, strict=False)):
         if mismatch(kind, declared):
             actual = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"

@@ -1,4 +1,4 @@
-"""A lease in the client: the control requests about it, its renewal, and how it ended.
+"""A lease in the client: control requests about it, its renewal and its end.
 
 `LeaseHandle` holds the lease for both APIs; `LeaseView` is the base of their public classes. `keep_renewed` renews a
 lease at the times of a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended after its session's
@@ -131,18 +131,18 @@ class ParkReport(TypedDict):
             while resident.
         idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
         parked_for_ms: Time since it was parked; None while its bytes are on the card.
-        moved_bytes: Bytes that the last park moved to the host's memory.
-        off_bytes: Bytes of the lease that other leases may use on the card now.
+        moved_bytes: Bytes that the last park moved to host memory.
+        off_bytes: Bytes of the lease on the card that other leases may now use.
         host_bytes: Host memory that is reserved for it.
         is_awaited: Whether an operation waits for its return.
         parks: Number of times that it was parked since this daemon started.
         depth: How much of a parked session has left the card: warm (its process keeps a context there), leaving, cold
             (nothing is left there, and the session has no process), arriving or adopting (a new process takes it over).
             An older daemon sends neither this nor the next two.
-        stays_here: Why it did not leave its process in its last park; "" if it did, or did not try.
+        stays_here: Why it kept its process in its last park; "" if it left the process, or did not try to.
         is_moving: Whether it is being moved to another card.
-        warm_only: Why it can only be parked warm, also while it is on its card; "" if it can be parked cold. An older
-            daemon does not send it.
+        warm_only: Why it can only be parked warm, set also while it is on its card; "" if it can be parked cold. An
+            older daemon does not send it.
         last_move: Its last move to another card since this daemon started; None before the first one. An older daemon
             does not send it.
     """
@@ -192,11 +192,11 @@ class LeaseReport(TypedDict):
         exclusivity: shared, session_exclusive, device_exclusive or partition_exclusive.
         weight: Its share of the card's time, relative to the weights of the card's other leases.
         latency: Whether it is of the latency class, so that the card's other sessions hold back their launches for it.
-        remaining_ms: Milliseconds until its end, 0 once it has ended.
-        ttl_ms: The time to live that was requested last, in milliseconds.
+        remaining_ms: Milliseconds until its end; 0 once it has ended.
+        ttl_ms: The last requested time to live, in milliseconds.
         cause: Why it has ended or is ending, as one word such as `expired`; None before that.
         reason: The reason as a sentence; "" if there is none.
-        fault: The worker's message when the context was lost, "" if it was not.
+        fault: The worker's message when the context was lost; "" if it was not lost.
         tenant: Its tenant.
         age_ms: Milliseconds since it was requested.
         phase: active, warning, grace, teardown or ended; absent before it was granted.
@@ -206,7 +206,7 @@ class LeaseReport(TypedDict):
         orphaned_in_ms: Milliseconds until it ends because it has no connection; None while it has one.
         allocated_bytes: Device memory that its session holds. The worker counts this and the members below; they are
             absent after the worker has ended.
-        most_allocated_bytes: The most device memory that its session has held at a time.
+        most_allocated_bytes: The most device memory that its session has held at once.
         launches: Number of kernels that its session queued.
         syncs: Number of waits for the card that succeeded.
         operations: Number of requests that its session received.
@@ -321,15 +321,14 @@ def lease_report_of(reports: Any, operation: str) -> LeaseReport:
 
 LEASE_OVER_FOR_BROKER: Final = frozenset(end.status for end in LEASE_ENDS.values()) | {Status.FENCED, Status.NOT_FOUND}
 """Statuses with which the broker reports that a lease has ended permanently. DISCONNECTED is one of them, because a
-daemon that stops sends it. Do not compare failures that the client itself made: their DISCONNECTED says nothing about
-the lease."""
+daemon that stops sends it. Do not test the client's own failures against this set: their DISCONNECTED does not mean
+that the lease has ended."""
 
 LEASE_OVER: Final = LEASE_OVER_FOR_BROKER - {Status.SESSION_FAILED}
-"""`LEASE_OVER_FOR_BROKER` for a session's replies, in which SESSION_FAILED can concern a single operation."""
+"""`LEASE_OVER_FOR_BROKER` for a session's replies, where SESSION_FAILED can concern a single operation."""
 
 REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
-"""Requests that may be repeated without knowing whether the first one was executed, because two have the same effect as
-one.
+"""Requests that are safe to repeat: two have the same effect as one.
 """
 
 ACQUIRE_REPLY_LIMIT_S: Final = 90.0
@@ -337,16 +336,16 @@ ACQUIRE_REPLY_LIMIT_S: Final = 90.0
 each waits until the workers of those before it have started. The daemon allows a worker 60 s to start."""
 
 RECONNECT_LIMIT_S: Final = 30.0
-"""How long a request in `REPEATABLE` is repeated while a daemon that keeps its leases over a restart can't be reached,
-in seconds. A restart takes seconds; a daemon that is away for longer has another problem."""
+"""How long a `REPEATABLE` request is repeated, in seconds, while a daemon that keeps its leases over a restart can't be
+reached. A restart takes seconds; a daemon that is away for longer has another problem."""
 
 END_MARGIN_S: Final = 5.0
 """How long after the lease's end LEASE_QUERY and LEASE_FREE are still repeated, in seconds: both are useful just after
 the end, too."""
 
 MAX_NOTES: Final = 256
-"""Maximum number of notes that are in flight together: more would not be faster, and the daemon accepts a bounded
-number of requests per connection."""
+"""Maximum number of notes in flight together: more would not be faster, and the daemon limits the requests in flight of
+a connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
 """Pause before the first attempt to reconnect, in seconds; it doubles after each failure."""
@@ -376,9 +375,9 @@ class LeaseHandle:
         token: The token with which another tenant uses it; empty for its own tenant.
         outlives_daemon: True if the daemon reported that its leases outlive its process.
         regions: The regions of the lease that this program opened, by id.
-        attached: Returns the operations of the session that this program opened last; None if that was dropped.
+        attached: Returns the operations of the session that this program opened last; None if that session was dropped.
         granted_request: The request for which it was granted; None if another program sent that.
-        words: The session words of the session that this program opened last; None if that has ended or has none.
+        words: The session words of the session that this program opened last; None if it has ended or has none.
         unsettled: The clean-ups of running and interrupted calls on its connection. Such a call may have made an object
             that nothing owns yet.
         fleet: The fleet that granted it; None if it was a single daemon.
@@ -481,7 +480,7 @@ class LeaseHandle:
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
 
     def free(self) -> Procedure[None]:
-        """Free the lease. If it had ended before, raises the error of its end."""
+        """Free the lease. Raises the error of its end if it had already ended."""
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
         self.end_failure = Failure(Status.LEASE_FREED, "the lease was freed")
         if self.spare is not None and self.channel.can_detach:
@@ -527,7 +526,7 @@ class LeaseHandle:
         yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
 
     def query(self) -> Procedure[LeaseReport]:
-        """Ask the daemon for the lease's state, also after its end."""
+        """Ask the daemon for the lease's state, even after its end."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
         return lease_report_of(reply.report, operation_of(Opcode.LEASE_QUERY))
 
@@ -564,7 +563,7 @@ class LeaseHandle:
             yield from operations.finish_sent()
 
     def resize(self, size_bytes: int) -> Procedure[None]:
-        """Change its size. Raises CapacityExceeded or AllocFailed."""
+        """Change the lease's size. Raises CapacityExceeded or AllocFailed."""
         # Buffers held for reuse count as used, and would prevent a shrink, so free them.
         yield from self.finish_sent()
         clean_up = SizeCleanUp(self)
@@ -575,7 +574,7 @@ class LeaseHandle:
         clean_up.note()
 
     def park(self) -> Procedure[int]:
-        """Move the session's memory to the host's memory, and return how many bytes that were.
+        """Move the session's memory to host memory, and return the number of bytes.
 
         Raises Unsupported, CapacityExceeded or Busy.
         """
@@ -586,7 +585,7 @@ class LeaseHandle:
         return cast(ParkedSession, reply).moved_bytes
 
     def move(self, device: int | str) -> Procedure[int]:
-        """Move the session to another card of its host, and return how many bytes that were.
+        """Move the session to another card of its host, and return the number of bytes.
 
         Raises InvalidRequest, Unsupported, CapacityExceeded or Busy.
         """
@@ -638,13 +637,13 @@ class LeaseHandle:
         return outcomes
 
     def refusal_stream(self) -> RefusalStream:
-        """A subscription to the launches that its regions refuse; not opened yet."""
+        """Return a subscription, not yet opened, to launches refused because of its regions."""
         if self.end_failure is OWNED_BY_PARENT:
             raise error_of(OWNED_BY_PARENT, "watch")
         return RefusalStream(self.address, self.grant.lease_id, self.token)
 
     def event_stream(self) -> EventStream:
-        """A subscription to its events; not opened yet."""
+        """Return a subscription to its events, not yet opened."""
         if self.end_failure is OWNED_BY_PARENT:
             raise error_of(OWNED_BY_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
@@ -667,7 +666,7 @@ class LeaseHandle:
             raise error_of(self.end_failure, operation)
         # First settle the requests of interrupted calls.
         yield from self.settle_clean_ups()
-        # Repeating a request after a restart is safe only for some requests, and of use only if leases outlive the
+        # Repeating a request after a restart is safe only for some requests, and helps only if leases outlive the
         # daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         # Wait no longer than the lease lasts: an ended lease can't be renewed.
@@ -735,7 +734,7 @@ class LeaseHandle:
     ) -> Procedure[Any]:
         """Send on the connection on which the lease was granted; if that is dead, send again on a new one.
 
-        Every request but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease ended, which was the purpose.
+        Every request but REGION_OPEN may be repeated: a second LEASE_FREE finds that the lease has ended, as intended.
         A second REGION_OPEN could leave a region that no client knows.
         """
         while True:
@@ -750,7 +749,7 @@ class LeaseHandle:
                 # The daemon is stopping, so its goodbye is the answer: it would not accept another connection.
                 if self.channel.link.received_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
-                # Two tries are enough. A region is never opened twice, because the first may be open already.
+                # Two tries are enough. REGION_OPEN is never repeated, because the first may have opened the region.
                 if is_new or op is Opcode.REGION_OPEN:
                     raise disconnected(ended, self.channel, operation) from None
                 is_repeat = True
@@ -767,7 +766,7 @@ class ReplyCleanUp(CleanUp):
 
     Attributes:
         lease: The lease.
-        made: The reply's body, once it came.
+        made: The reply's body, once it has come.
     """
 
     def __init__(self, lease: LeaseHandle) -> None:
@@ -916,9 +915,9 @@ class LeaseView:
 
     @property
     def epoch(self) -> int:
-        """A number higher than the epoch of every earlier lease of the same name; 0 without a name.
+        """A number higher than the epoch of every earlier lease with the same name; 0 without a name.
 
-        A store that records the highest epoch it has seen can refuse late writes of an earlier holder of the name.
+        A store that records the highest epoch it has seen can refuse late writes by an earlier holder of the name.
         """
         return self._state.epoch
 
@@ -985,7 +984,7 @@ def acquire(
         lease.fleet = target
     else:
         limit_s = ACQUIRE_REPLY_LIMIT_S + request.wait_ms / 1000
-        # If a context is warm, the grant comes within a millisecond.
+        # If a prepared context is ready, the grant comes within a millisecond.
         lease = yield from _open(
             target,
             lock,
@@ -1014,7 +1013,7 @@ def _take_name(lease: LeaseHandle, name: str) -> Procedure[None]:
     """Ask for the epoch of a lease's name. Frees the lease if its daemon is too old for names."""
     report = yield from lease.query()
     _take_claim(lease, report)
-    # A daemon that does not know names has granted a lease without one. Using it would break the name's promise.
+    # A daemon too old for names has granted a lease without one, which another lease of that name would not exclude.
     if lease.name != name:
         yield from lease.free()
         failure = Failure(
@@ -1028,7 +1027,7 @@ def _take_claim(lease: LeaseHandle, report: LeaseReport) -> None:
 
 
 def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedure[LeaseHandle]:
-    """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
+    """Repeat the request of a lease that has ended. Raises InvalidRequest if it has not ended."""
     if lease.end_failure is OWNED_BY_PARENT:
         raise error_of(OWNED_BY_PARENT, "reacquire")
     if lease.remaining_s > 0:
@@ -1063,7 +1062,7 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle
 
 
 def by_assignment(address: Address, lock: Any, name: str | None) -> Procedure[LeaseHandle]:
-    """The tenant's own lease that was acquired for this program. Raises InvalidRequest, or NotFound if it has ended.
+    """Return the tenant's lease that was acquired for this program. Raises InvalidRequest, or NotFound if it has ended.
 
     `name` selects a lease as in `assigned_lease_id`.
     """
@@ -1071,7 +1070,7 @@ def by_assignment(address: Address, lock: Any, name: str | None) -> Procedure[Le
 
 
 def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseHandle]:
-    """The tenant's own lease with that id. Raises NotFound if there is none."""
+    """Return the tenant's own lease with that id. Raises NotFound if there is none."""
     # The reply's report contains the grant, and the lease's name and epoch. `_open` returns only the grant, so keep it.
     reports: list[LeaseReport] = []
 
@@ -1165,7 +1164,7 @@ def _open(
 
 
 def free_of(granted: LeaseGrant | RegionGrant) -> First:
-    """The request that frees a lease or a region of the tenant."""
+    """Return the request that frees a lease or a region of the tenant."""
     return First(Opcode.LEASE_FREE, LeaseRef(granted.lease_id))
 
 
@@ -1180,7 +1179,7 @@ def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any)
 
 
 def _granted(lease_id: int, report: Any) -> LeaseGrant:
-    """Return the grant as far as a lease's report contains it. Raises Disconnected if it is not a report."""
+    """Return the grant, as far as a lease's report contains it. Raises Disconnected if `report` is not a report."""
     try:
         exclusivity = Exclusivity[report["exclusivity"].upper()]
         # A report has the remaining time instead of the time granted; the remaining time is what this program needs.
@@ -1195,8 +1194,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
 def free_silently(state: LeaseHandle) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
-    # Do nothing if another thread or task uses the connection. The daemon notices the end of the connection in any
-    # case.
+    # Do nothing if another thread or task uses the connection: the daemon will notice the end of the connection.
     if state.end_failure is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
@@ -1208,7 +1206,7 @@ RENEW_AT: Final = 0.75
 """Fraction of its time to live after which a lease is renewed: early enough for several tries."""
 
 JITTER: Final = 0.10
-"""Fraction by which each renewal is moved at random, so that leases granted together are not renewed together."""
+"""Largest random shift of a renewal, as a fraction, so that leases granted together are not renewed together."""
 
 FIRST_BACKOFF_S: Final = 0.1
 """Pause after the first failure, in seconds; it doubles after each further failure."""
@@ -1217,11 +1215,11 @@ MAX_BACKOFF_S: Final = 5.0
 """Longest pause between two tries, in seconds."""
 
 CUT_SHORT_PART: Final = 0.9
-"""A renewal that grants less than this fraction of the requested time was cut short, which only a drain does."""
+"""A renewal that grants less than this fraction of the requested time was cut short by a drain."""
 
 CUT_SHORT_SLACK_S: Final = 0.1
-"""Allowance for the time that the daemon's reply takes, in seconds. For a lease as short as this, the drain is noticed
-at the next renewal."""
+"""Allowance for the time that the daemon's reply takes, in seconds. If a lease is as short as this, a drain is noticed
+only at the next renewal."""
 
 LEAST_DELAY_S: Final = 0.01
 """Shortest pause between two renewals, in seconds. Stops a lease of a millisecond from being renewed in a busy loop."""
@@ -1256,11 +1254,11 @@ class RenewalSchedule:
 
 
 OnLoss = Callable[[GpuLeaseError], None]
-"""Called once with the error that says why a lease is lost."""
+"""A function called once, with the error that says why a lease is lost."""
 
 
 def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
-    """Raise a loss that was not reported to `on_loss`: a `with` block must not end as if the lease had not ended."""
+    """Raise the loss unless `on_loss` reported it: a `with` block must not end as if the lease were still alive."""
     if loss is not None and on_loss is None:
         raise loss.with_traceback(None)
 
@@ -1268,12 +1266,12 @@ def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None
 def keep_renewed(
     lease: Callable[[], RenewableLease | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
-    """Renew a lease until it is lost, each time for the time to live that it has when this procedure starts.
+    """Renew a lease until it is lost, each time for the time to live that it had when this procedure started.
 
     Args:
         lease: A weak reference to the lease. If the lease is dropped or freed, this procedure ends and reports no loss.
         schedule: When to renew.
-        stopped: An event of the API's kind, which ends this procedure. None if the API ends it in another way.
+        stopped: An event (of the API's kind) that ends this procedure; None if the API ends it in another way.
 
     Returns:
         Why the lease was lost; None if it was not.
@@ -1320,11 +1318,11 @@ END_REASON_POLL_S: Final = 0.05
 """Pause between two queries for the reason, in seconds."""
 
 _REPLACED_BY_FENCED: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""Ends that FENCED replaces. Any other end is more important to the tenant than the fence."""
+"""Ends that FENCED replaces. Any other end matters more to the tenant than the fence."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
-    """The end of the lease in a LEASE_QUERY report; None if it has not ended."""
+    """Return the end of the lease in a LEASE_QUERY report; None if it has not ended."""
     # A fenced lease has ended even if the report has no cause.
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":
@@ -1350,8 +1348,8 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
             if lease.end_failure is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
-    # The daemon is gone as well, or hangs, so the reason is unknown: report both ends. But past its deadline, the lease
-    # is over in any case; a worker may be killed before it has sent that.
+    # The daemon is gone as well, or hangs, so the reason is unknown: report both ends. But past its deadline the lease
+    # has expired in any case; a worker may be killed before it can report that.
     except Disconnected as error:
         both = f"{ended.message}; then {error.message}"
         if lease.end_failure is None and lease.clock() >= lease.deadline:
@@ -1369,8 +1367,8 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
 def follow_regions(lease: LeaseHandle) -> Procedure[None]:
     """Record the ends of the lease's regions that this program opened, as soon as the daemon reports them.
 
-    A session with shared memory reads the regions' words. Any other session finds out about an end by this, or by its
-    next operation. Raises Disconnected, or Busy if the tenant has too many subscriptions.
+    A session with shared memory reads the regions' words. Any other session finds out about an end through this
+    subscription, or from its next operation. Raises Disconnected, or Busy if the tenant has too many subscriptions.
     """
     # Use one subscription for all regions, because a tenant may have only a bounded number.
     stream = EventStream(lease.address, EVERY_LEASE, lease.token)

@@ -70,7 +70,7 @@ _parse_address: Final = lru_cache(maxsize=16)(parse_address)
 
 
 def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
-    """Return the given address, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
+    """Parse the given address, else GPULEASE_ADDRESS, else the default socket's. Raises InvalidRequest.
 
     A tls: address includes the files that it needs, from `files` or the environment.
     """
@@ -86,7 +86,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 
 
 def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
-    """Return the fleet that the given address, else GPULEASE_ADDRESS, names; None for a daemon.
+    """Return the fleet that `text`, or else GPULEASE_ADDRESS, names; None if that names a daemon.
 
     Raises InvalidRequest.
     """
@@ -111,7 +111,7 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
 
     Raises InvalidRequest for a time that does not fit.
     """
-    # bool is an int in Python, and a string of digits is a mistake that needs another hint.
+    # bool is an int in Python. A string of digits is a mistake with a hint of its own.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         hint = "Give seconds as a number, such as 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{subject} must be a number of seconds, not {quoted(seconds)}", hint)
@@ -125,7 +125,7 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
 
 
 def device_of(uuid_or_index: str | int, subject: str) -> str:
-    """Return a card as requests name it. Raises InvalidRequest, naming the argument `subject`."""
+    """Return a card's UUID or index as text. Raises InvalidRequest, naming the argument `subject`."""
     if isinstance(uuid_or_index, str):
         return bounded(uuid_or_index, f"{subject}: a card's name", MAX_TEXT_BYTES)
     return str(whole(uuid_or_index, subject, least=0, most=MAX_CARD_INDEX))
@@ -180,12 +180,12 @@ class LeaseRequest:
         return self
 
     def min_vram(self, size_bytes: int | str) -> Self:
-        """Set the device memory that the tenant can use completely: bytes, or a string such as "4GiB"."""
+        """Set how much device memory the tenant gets, all of it usable: bytes, or a string such as "4GiB"."""
         self._min_vram_bytes = size_of(size_bytes, "min_vram")
         return self
 
     def submits(self, size_bytes: int | str) -> Self:
-        """Reserve device memory for `lease.submit`, in addition to `min_vram`, for a job's image and arguments.
+        """Reserve device memory, in addition to `min_vram`, for the image and arguments of a `lease.submit` job.
 
         Args:
             size_bytes: Bytes, or a string such as "64MiB".
@@ -213,10 +213,7 @@ class LeaseRequest:
         return self._set(WAITING, _member(Waiting, waiting, "waiting"))
 
     def max_kernel_secs(self, seconds: float) -> Self:
-        """Set the number of seconds that one kernel may run; a longer one ends the lease.
-
-        Without this call it is unlimited.
-        """
+        """Set the number of seconds that one kernel may run; a longer one ends the lease. The default is no limit."""
         return self._set_time(MAX_KERNEL, seconds)
 
     def orphan_secs(self, seconds: float) -> Self:
@@ -228,14 +225,14 @@ class LeaseRequest:
         return self._set_time(ORPHAN, seconds)
 
     def regions_required(self) -> Self:
-        """Make the session refuse every launch that names no region set, so that no launch can forget it."""
+        """Make the session refuse every launch that names no region set, so that a forgotten set is an error."""
         return self._set(REGIONS_REQUIRED, value=True)
 
     def weight(self, weight: int) -> Self:
         """Set the lease's weight when the time of its card is shared; the daemon has a maximum. The default is 1.
 
-        Tenants that want the card at the same time get time in proportion to their weights. A tenant's weight on a card
-        is the largest of its leases there; its own leases share its part by their weights.
+        Tenants that compete for the card get time in proportion to their weights. A tenant's weight on a card is the
+        largest weight of its leases there, and its leases share its time by their weights.
         """
         return self._set(WEIGHT, whole(weight, "weight", least=WEIGHT.least, most=WEIGHT.most))
 

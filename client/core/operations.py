@@ -1,8 +1,7 @@
 """A session's operations, which are executed one at a time under the session's lock.
 
 A quiet request has no reply of its own. The worker keeps its failure, and replies with it to the next request that has
-a reply. Neither that request nor anything else after the failed one is executed, so the client sends frees among the
-skipped requests again.
+a reply. It skips that request and all others after the failed one, so the client sends the frees among them again.
 
 An object that an operation makes has an owner at every moment, so that it is not lost if the operation is interrupted
 (`transport.link`). The owner is the request until its reply has come, the link until the object's handle is made and
@@ -44,7 +43,7 @@ FREES_PER_FLUSH: Final = 128
 many. Their frames are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
 STREAMS_FENCES: Final = having(Trait.SETTLES)
-"""Operations that wait for everything before them, also when the session has several streams."""
+"""Operations that wait for everything before them, even if the session has several streams."""
 
 ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
 """Operations that wait for everything before them while the session has only the default stream."""
@@ -110,7 +109,7 @@ class RequestPipeline:
         freed: (request id, operation, handle) of frees and reuses in flight; the next reply shows whether they were
             executed.
         acknowledged_id: Every request up to this one is known to have succeeded, or its failure was raised.
-        fences: Operations with a reply that acknowledges everything before them.
+        fences: Operations whose reply acknowledges everything before them.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -131,7 +130,7 @@ class RequestPipeline:
     def check_recording(self, operation: str) -> None:
         """Raise InvalidRequest while the session records a launch graph.
 
-        Called before an operation's procedure is made: asyncio drives the procedure in another task than the caller's.
+        Called before an operation's procedure is made: asyncio drives the procedure in a task other than the caller's.
         """
         if self.attachment.recording is not None:
             raise self.attachment.recording.refusal(operation)
@@ -144,7 +143,7 @@ class RequestPipeline:
     def guarded(self, operation: str, procedure: Procedure[T]) -> Procedure[T]:
         """Execute an operation; the caller holds the lock.
 
-        Refuses if the session has ended, then frees dropped handles, then continues with the operation.
+        Raises if the session has ended; otherwise frees dropped handles, then continues with the operation.
         """
         attachment = self.attachment
         attachment.check_open(operation)
@@ -225,8 +224,9 @@ class RequestPipeline:
         """Wait until the worker has served everything that was sent to it, and freed what the tenant has freed.
 
         The broker's orders reach the worker over another connection, so without this a request to the broker could
-        overtake operations that the program called before. Operations of other threads and tasks are not waited for:
-        they have no order. Failures of earlier operations, and the session's end, are left to its next operation.
+        overtake operations that the program called before. It does not wait for operations of other threads and tasks,
+        which have no defined order. Failures of earlier operations, and the session's end, are left to its next
+        operation.
         """
         attachment = self.attachment
         if attachment.end_failure is not None:
@@ -334,7 +334,7 @@ class RequestPipeline:
         """
         if not self.freed and not isinstance(result, Failure):
             return
-        # Take out the frees in flight first, because the reply decides about all of them.
+        # Take out the frees in flight first, because the reply settles all of them.
         freed, self.freed = self.freed, deque()
         if not isinstance(result, Failure):
             return

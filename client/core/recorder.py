@@ -70,17 +70,17 @@ class Recording(LaunchCommands, CopyCommands):
         self._attachment.recording = self
 
     def stop(self) -> None:
-        """Stop recording. Calling it twice is harmless, also after another recording has started."""
+        """Stop recording. A second call is harmless, even after another recording has started."""
         if self._attachment.recording is self:
             self._attachment.recording = None
 
     def refusal(self, operation: str) -> InvalidRequest:
-        """The error of an operation that a graph can't contain. Raises the errors of `_check_caller`."""
+        """Return the error for an operation that a graph can't contain. Raises the errors of `_check_caller`."""
         self._check_caller(operation)
         return not_recorded(operation)
 
     def record(self) -> GraphContents:
-        """The finished recording. Raises InvalidRequest if it can't become a graph."""
+        """Return the finished recording. Raises InvalidRequest if it can't become a graph."""
         # Check the limits of the whole graph. Each node was checked when it was recorded.
         if not self._nodes:
             raise InvalidRequest("record: nothing was recorded", "Launch or copy something within the block")
@@ -101,7 +101,7 @@ class Recording(LaunchCommands, CopyCommands):
             for name, declared in self._parameters.items()
         )
         body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
-        # The graph holds its buffers and modules. If it has only one kernel, `kernel` names that in errors.
+        # The graph holds its buffers and modules. If it has only one kernel, errors name it by `kernel`.
         handles = (*self._buffers.values(), *self._modules.values())
         kernel = self._kernels[0] if len(self._kernels) == 1 else ""
         return GraphContents(body, self._parameters, handles, tuple(self._arrays), kernel)
@@ -125,7 +125,7 @@ class Recording(LaunchCommands, CopyCommands):
         args = packed_if_listed(module, kernel, args)
         _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
-        # `_add_parameters` may refuse, so call it before anything is recorded: a refused launch then leaves nothing
+        # `_add_parameters` may raise, so call it before anything is recorded: a refused launch must leave nothing
         # behind.
         if isinstance(args, KernelArgs):
             self._add_parameters(kernel, number, args)

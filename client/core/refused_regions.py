@@ -1,9 +1,9 @@
-"""Refusals in the client: it refuses a launch or copy that names an ended region before it is sent.
+"""Refuses launches and copies that name an ended region, before they are sent.
 
 The broker writes the words of a session's regions to a page that the client maps (`protocol.session_words`). The page's
 epoch is raised after every change, so a launch compares two numbers, and reads the words of its regions only if they
-differ. The worker checks every launch itself: a client that does not read the page, or that has an earlier broker's
-page, is informed of an end by the worker.
+differ. The worker checks every launch itself: so a client that does not read the page, or has the page of an earlier
+broker, learns of an end from the worker.
 
 The client refuses only the first operation after a wait. It sends later ones, because the worker may already have
 refused an earlier launch, and skipped all after it, including those in other regions. In that case the client queries
@@ -42,7 +42,7 @@ class RefusedRegions:
 
         Raises RegionFailed if one has ended or is cancelled, and nothing was sent since the last wait.
         """
-        # Read the epoch first: a change after that makes the next launch compare all words.
+        # Read the epoch first: if it changes later, the next launch compares all words.
         epoch = self._attachment.regions_epoch[0]
         if regions.epoch == epoch:
             return True
@@ -82,8 +82,8 @@ class RefusedRegions:
         # so let it refuse this launch, too.
         if operations.acknowledged_id != attachment.connection.last_request_id:
             return False
-        # Report the refusal to the worker, which notifies those that watch the region. If the channel has no room for
-        # the report, let the worker refuse the launch.
+        # Report the refusal to the worker, which notifies the region's subscribers. If the channel has no room for the
+        # report, let the worker refuse the launch.
         request_id, session_id = attachment.connection.next_request_id(), attachment.session_id
         report = region_refused_frame(
             region.slot, region.number, kernel, position or 0, request_id=request_id, session_id=session_id

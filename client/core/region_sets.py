@@ -19,7 +19,7 @@ from gpulease.protocol.opcodes import SessionOption
 
 
 class RegionSet(Handle):
-    """The regions that launches use; made by `session.region_set`, freed when the last reference to it is dropped.
+    """A set of regions that launches use; made by `session.region_set`, freed when its last reference is dropped.
 
     A launch that names it starts only if none of its regions has ended or is cancelled.
 
@@ -58,7 +58,7 @@ class RegionSets:
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
         """Make a set of regions.
 
-        Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records.
+        Raises Unsupported, InvalidHandle, or InvalidRequest (also while the session records).
         """
         self._operations.check_recording("region_set")
         # Drop repeated regions, and keep the order.

@@ -1,7 +1,7 @@
 """A region in the client: the requests about it, its end, and its use as a buffer of a session.
 
 A region is a lease inside a session, so `RegionHandle` is a `LeaseHandle` that uses its lease's connection. A failure
-that names a region, in the reply to any operation, ends that region here and nothing else.
+that names a region ends only that region here, whatever operation the reply was for.
 """
 
 from collections.abc import Container
@@ -27,12 +27,12 @@ from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import Body, LeaseGrant, LeaseRef, LeaseRevoke, RegionCancel, RegionGrant, RegionOpen
 
 RETURN_WAIT_S: Final = 30.0
-"""Longest time that closing a region waits for the launches that named it to end, in seconds; the daemon's grace is
-shorter."""
+"""Longest time, in seconds, that closing a region waits for the end of the launches that named it; the daemon's grace
+is shorter."""
 
 FIRST_RETURN_POLL_S: Final = 0.0005
 LAST_RETURN_POLL_S: Final = 0.01
-"""Shortest and longest pause, in seconds, between two polls whether those launches have ended. Each pause is twice the
+"""Shortest and longest pause between two polls for the end of those launches, in seconds. Each pause is twice the
 previous one. A small region is free within a millisecond or two."""
 
 _KNOWN_OUTCOMES: Final = {int(outcome): outcome for outcome in RevokeOutcome}
@@ -41,15 +41,15 @@ _HAS_MEMORY: Final = frozenset({"pending", "active", "draining"})
 
 
 class RegionHandle(LeaseHandle):
-    """An open region, and its lease, through which requests about the region go.
+    """An open region. Requests about it go through its lease.
 
     Attributes:
         parent: Its lease.
         tenant: Its tenant; "" for the lease's own.
         address_on_card: Its device address.
         slot: Together with `number`, it identifies the region in region sets.
-        number: Distinguishes it from other regions that have had the slot.
-        is_end_raised: Whether an error has said how it ended; later errors are RegionFenced.
+        number: Distinguishes it from other regions that have used the slot.
+        is_end_raised: Whether an error has reported how it ended; later errors are RegionFenced.
         dropped: Always empty. An owner of a buffer must have this attribute, and this object is the buffer's owner
             until a session uses the region.
     """
@@ -87,7 +87,7 @@ class RegionHandle(LeaseHandle):
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the region or its lease ends; 0 once one has."""
+        """Seconds until the region or its lease ends, whichever is first; 0 afterwards."""
         # A region can't outlive its lease.
         return min(super().remaining_s, self.parent.remaining_s)
 
@@ -107,7 +107,7 @@ class RegionHandle(LeaseHandle):
         )
 
     def note_failure(self, failure: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
-        """Record a failure that concerns it; its lease continues."""
+        """Record a failure from the daemon, which may mean that the region has ended; its lease continues."""
         # Step 1: a failure that is not about this region.
         if failure.status not in over and failure.region is None:
             return failure
@@ -124,7 +124,7 @@ class RegionHandle(LeaseHandle):
     # --- procedures ---
 
     def free(self) -> Procedure[None]:
-        """Free the region. If it had ended before, raises the error of its end."""
+        """Free the region. Raises the error of its end if it had already ended."""
         lease_id = self.grant.lease_id
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(lease_id))
         self.end_failure = Failure(Status.LEASE_FREED, "the region was freed", region=lease_id)
@@ -142,8 +142,8 @@ class RegionHandle(LeaseHandle):
         yield from self._control(Opcode.REGION_CANCEL, RegionCancel(self.grant.lease_id, int(is_cancelled)))
 
     def close(self) -> Procedure[None]:
-        """End it if it has not ended, and release its addresses in the session that is open here."""
-        # Step 1: end it. Only FENCED is raised if it had ended on its own: its memory was not proved free.
+        """End the region if it has not ended, and release its addresses in the session that is open here."""
+        # Step 1: end it. If it had already ended, raise only FENCED: its memory was not proved free.
         if self.end_failure is None and self.parent.end_failure is None:
             try:
                 # A region of another tenant is revoked, the lease's own is freed: the cause in the audit log differs.
@@ -182,7 +182,7 @@ class RegionHandle(LeaseHandle):
 
 
 class RegionView(BorrowedBuffer):
-    """Base of both APIs' regions: a buffer of every session of its lease, and all properties that need no request.
+    """Base of both APIs' regions: a buffer for every session of its lease, with all properties that need no request.
 
     Attributes:
         size_bytes: Its size.
@@ -254,9 +254,9 @@ class RegionView(BorrowedBuffer):
     def revoked(self) -> bool:
         """True while launches that name it are refused, because it has ended or is cancelled.
 
-        While a session with shared memory is open, this reads one word of memory that the daemon writes, so it is cheap
-        enough to call in each of an engine's steps. Over TCP and TLS it turns True when an operation or the daemon has
-        reported the end.
+        While a session with shared memory is open, this reads one word of memory that the daemon writes, so an engine
+        can afford it in every step. Over TCP and TLS it turns True when an operation or the daemon has reported the
+        end.
         """
         return self._state.is_revoked
 
@@ -272,7 +272,7 @@ class RegionCleanUp(ReplyCleanUp):
     """Closes a region that an interrupted call was opening or closing.
 
     Attributes:
-        region: The region; None while it was not granted.
+        region: The region; None until it is granted.
         tenant: Its tenant; "" for the lease's own.
     """
 
@@ -299,7 +299,7 @@ class RegionCleanUp(ReplyCleanUp):
 
 
 def close_with_clean_up(region: RegionHandle) -> Procedure[None]:
-    """Close a region; if that is interrupted, its lease's next request finishes it."""
+    """Close a region; if that is interrupted, its lease's next request completes the close."""
     return with_clean_up(RegionCleanUp.of(region), region.close())
 
 
@@ -314,7 +314,7 @@ def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None
     Args:
         clean_up: Records the region that may have been granted.
         size: Bytes, or a string such as "64MiB".
-        ttl_secs: Its lifetime in seconds; None for the lease's last one.
+        ttl_secs: Its lifetime in seconds; None for the time to live that was last granted to the lease.
     """
     lease = clean_up.lease
     # By default it lasts as long as the lease was last granted.

@@ -24,8 +24,8 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 
 
 MAX_UNSETTLED: Final = 256
-"""Maximum number of frees and reuses that no reply has acknowledged. At this number an allocation asks the worker,
-whose reply acknowledges them."""
+"""Maximum number of frees and reuses that no reply has acknowledged. At this number an allocation sends a request whose
+reply acknowledges them."""
 
 MAX_TYPED_IMAGES: Final = 64
 MAX_TYPED_IMAGE_BYTES: Final = 64 << 10
@@ -85,7 +85,7 @@ class Resources:
             if reused is not None:
                 return reused
             self._operations.drop_held()
-        # The handle arrives in `answer`, which this call can read at every moment, so that no interrupt can lose it.
+        # The handle arrives in `answer`, which this call can read at any moment, so that no interrupt can lose it.
         buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
         try:
             outcome = self._alloc_request.ask(MEM_ALLOC.pack(size), into=memoryview(answer))
@@ -215,7 +215,7 @@ def _after(remaining: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
 
 
 def _remember_types(key: _TypesKey, types: tuple[bytes, ...]) -> None:
-    # Clear the cache when it is full, so that a program that keeps loading new images keeps few of them.
+    # Clear the cache when it is full: this bounds the memory of a program that keeps loading new images.
     if len(_known_types) >= MAX_TYPED_IMAGES:
         _known_types.clear()
     _known_types[key] = types

@@ -1,7 +1,7 @@
 """A session: its connection, and the parts that do its work.
 
-Both APIs hold a `SessionCore` and call its parts. Only launches and copies can be recorded: a `Recording` replaces
-these two parts in the API while it lasts.
+Both APIs hold a `SessionCore` and call its parts. Only launches and copies can be recorded: while a `Recording` lasts,
+it replaces these two parts in the API.
 """
 
 import weakref
@@ -46,7 +46,7 @@ class SessionCore:
     Attributes:
         attachment: Its connection, its lease, and how it ended.
         operations: Sends its requests and receives their replies.
-        streams: Its streams, and which one the worker has selected.
+        streams: Its streams, and the one that the worker has selected.
         resources: Its device memory and modules.
         copies: Copies to and from that memory.
         launches: Launches of its modules' kernels.
@@ -140,8 +140,8 @@ class SessionView:
     def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
         """Make an uninitialised numpy array in memory that is shared with the session's worker.
 
-        With the array, or with a contiguous part of it, mem_write and mem_read are as fast as the card's bus. Over TCP,
-        or if the session's arena has no room left, it is an ordinary array, and everything works the same. A forked
+        mem_write and mem_read of the array, or of a contiguous part of it, are as fast as the card's bus. Over TCP, or
+        if the session's arena has no room left, it is an ordinary array, and everything works the same. A forked
         process shares the arrays made before the fork with its parent.
 
         Args:
@@ -156,14 +156,14 @@ class SessionView:
         return empty(self._session.attachment.arena, shape, dtype)
 
     def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:
-        """Use memory that another connection to the lease allocated, for as long as it exists (`keep`).
+        """Use memory that another connection to the lease allocated, for as long as that memory exists (`keep`).
 
         Dropping the last reference does not free it; `mem_free` does. Operations on it raise InvalidHandle if the
         handle is wrong.
 
         Args:
-            handle: Its `handle` in that connection.
-            size_bytes: Its size in that connection.
+            handle: The buffer's `handle` in that connection.
+            size_bytes: The buffer's size, as that connection reports it.
         """
         # No request is sent: the worker checks the handle with each operation.
         at = whole(handle, "buffer: handle", least=0, most=MAX_WIRE_BYTES)
@@ -178,7 +178,7 @@ class SessionView:
 
     @property
     def driver(self) -> str:
-        """The driver with which the session computes: "cuda" or "cpu"."""
+        """The driver that runs the session's kernels: "cuda" or "cpu"."""
         return self._session.attachment.reply.driver
 
     @property
@@ -188,7 +188,7 @@ class SessionView:
 
     @property
     def compute_capability(self) -> int:
-        """The capability to compile kernels for: 90 for 9.0; 0 if the session's daemon is too old to report it."""
+        """The card's compute capability, such as 90 for 9.0; 0 if the session's daemon is too old to report it."""
         return int.from_bytes(self._card[:2])
 
     @property
@@ -210,7 +210,7 @@ class SessionView:
     def on_printed(self, callback: PrintedCallback | None) -> None:
         """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
 
-        None stops this. The sync itself calls `callback`, only if something was printed, and passes on its exceptions.
+        None stops this. The sync calls `callback` only if something was printed, and lets its exceptions through.
         Raises Unsupported if the session's daemon is too old.
         """
         self._session.attachment.require(Opcode.PRINTED, "on_printed")

@@ -1,4 +1,4 @@
-"""Control connections of freed leases, which later acquires of the same daemon use again."""
+"""Control connections of freed leases, kept for later acquires from the same daemon."""
 
 import weakref
 from collections import deque
@@ -9,13 +9,14 @@ from gpulease.client.transport.channel import Channel
 from gpulease.protocol.messages import HelloReply
 
 MAX_SPARE: Final = 16
-"""Maximum number of connections that are kept. Each counts towards the tenant's connections on the daemon."""
+"""Maximum number of connections that are kept. Each counts towards the daemon's limit for the tenant."""
 
 
 class SpareConnections:
-    """Connections to one daemon that no lease uses, for programs that acquire one lease after the other.
+    """Connections to one daemon that no lease uses, for programs that acquire one lease after another.
 
-    An acquire then needs neither a connect nor HELLO. Threads may share the object. Dropping it closes all connections.
+    An acquire then needs neither a connect nor HELLO. Threads may share the object. Dropping the last reference closes
+    all connections.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class SpareConnections:
         register(self)
 
     def give(self, channel: Channel, hello: HelloReply) -> None:
-        """Keep a lease's connection that nothing uses any more. Close it instead if MAX_SPARE are kept."""
+        """Keep the connection of a freed lease. Close it instead if MAX_SPARE are already kept."""
         if len(self._spare) >= MAX_SPARE:
             channel.close()
         else:
@@ -34,21 +35,21 @@ class SpareConnections:
         """Return a connection that looks alive, and the reply to its HELLO; None if there is none."""
         while True:
             try:
-                # Take the latest one, because the daemon is the most likely to have kept that.
+                # Take the newest, because the daemon is least likely to have closed it.
                 channel, hello = self._spare.pop()
             except IndexError:
                 return None
-            # No reply is due on a spare connection, so anything that was received means that the daemon ends it.
+            # No reply is due on a spare connection, so any received bytes mean that the daemon is ending it.
             if not channel.pump():
                 return channel, hello
             channel.close()
 
     def close(self) -> None:
-        """Close the connections that are spare now."""
+        """Close all spare connections."""
         _close_all(self._spare)
 
     def disown(self) -> None:
-        """Leave the connections to the parent process (`fork_guard.Inherited`). Each is also registered itself."""
+        """Leave the connections to the parent process (`fork_guard.Inherited`); each channel does so itself."""
         self._spare.clear()
 
 

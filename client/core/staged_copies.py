@@ -5,8 +5,8 @@ a part of the arena into slots. While the worker's card copies one slot, threads
 write) or empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested
 in groups, quietly except for the last of each group: a reply costs both sides as much as a piece.
 
-If an earlier operation has failed and that was not reported yet, a write must not begin, and the failure must be
-reported once. So a SYNC precedes a write's pieces. The worker answers it while the first slots are being filled.
+If the failure of an earlier operation was not reported yet, a write must not begin, and the failure must be reported
+once. So a SYNC precedes a write's pieces. The worker answers it while the first slots are being filled.
 """
 
 import ctypes
@@ -53,7 +53,8 @@ SLOTS: Final = 8
 
 WRITE_GROUP: Final = 2
 READ_GROUP: Final = 1
-"""Number of pieces per reply. Each piece of a read needs its own, because its bytes can be used only after that."""
+"""Number of pieces per reply. Each piece of a read needs its own, because its bytes can be used only after its
+reply."""
 
 
 class _Piece(NamedTuple):
@@ -232,7 +233,7 @@ class _StagedCopy:
     # --- slots ---
 
     def _next(self, most_copying: int) -> _Piece | None:
-        """The next piece, with a free slot, if one may start."""
+        """Start the next piece: return it with a free slot; None if none may start now."""
         if self._started_bytes == self._nbytes or not self._free or self._failures or self._copying >= most_copying:
             return None
         piece = _Piece(
@@ -321,7 +322,7 @@ CORES_PER_COPIER: Final = 4
 the tenant needs."""
 
 PART_BYTES: Final = 512 << 10
-"""Size of the part that a thread copies at a time, so that threads share the first piece of a copy, and the last."""
+"""Size of the part that a thread copies at a time: small enough for threads to share the first and the last piece."""
 
 _Job = tuple[int, int, int, list[Any]]
 """Target address, source address, number of bytes, and a list that all parts of a copy share. The list has one item for
@@ -334,7 +335,7 @@ class Copiers:
     """Copies memory, in threads where the host has cores for them, otherwise in the call.
 
     Attributes:
-        most: Maximum number of copies that it is useful to have in progress.
+        most: Largest useful number of copies in progress.
     """
 
     def __init__(self, count: int = _COUNT) -> None:

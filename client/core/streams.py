@@ -2,7 +2,7 @@
 
 The worker puts launches and copies into the stream that the last STREAM_SELECT named. The client sends a STREAM_SELECT
 before the first operation for another stream, so a program with one stream sends none. The client relies on a selection
-only after all of its frame was sent: after an interrupted send the selection is unknown, and the next operation selects
+only after the whole frame was sent: after an interrupted send the selection is unknown, and the next operation selects
 again.
 """
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 S = TypeVar("S", bound="StreamHandle")
 
 DEFAULT: Final = 0
-"""Number of the stream that always exists."""
+"""Number of the default stream, which always exists."""
 
 TRUSTED_NS: Final = 1_000_000
-"""How long after a sync an unused session is assumed to be alive, in nanoseconds. During this time a sync that has
-nothing to wait for sends no request, so it may notice a lease's sudden end later, by at most this time."""
+"""Time after a sync during which an unused session is assumed to be alive, in nanoseconds. In this time a sync with
+nothing to wait for sends no request, so it may notice the end of a lease late, by at most this time."""
 
 _UNKNOWN: Final = -1
 
@@ -49,13 +49,13 @@ class StreamHandle(Handle):
         return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
 
     def streams(self, subject: str) -> "Streams":
-        """The streams of its session. Raises InvalidHandle, naming the operation `subject`, if this one was closed."""
+        """Return its session's streams. Raises InvalidHandle, naming the operation `subject`, if it was closed."""
         if self.owner is None:
             raise InvalidHandle(f"{subject}: stream {self.handle} is closed")
         return self._streams
 
     def drop(self) -> None:
-        """Make the session's next operation free it, without a reply. Calling it twice is harmless."""
+        """Make the session's next operation free it, without waiting for a reply. Calling it twice is harmless."""
         owner, self.owner = self.owner, None
         if owner is not None and self.handle:
             owner.dropped.append((self._free_op, self.handle))
@@ -113,7 +113,7 @@ class Streams:
         self.attachment = operations.attachment
         self.selected = DEFAULT
         self._last_event = 0
-        # The last request that a sync found finished, and until when the session is assumed to be alive.
+        # The last request that a sync found finished, and the time until which the session is assumed to be alive.
         self._ended_id = self._ended_until_ns = 0
         self._sync = FastRequest(operations, Opcode.SYNC)
         self._stream_sync = FastRequest(operations, Opcode.STREAM_SYNC, HANDLE.size)
@@ -121,7 +121,7 @@ class Streams:
     # --- making and freeing streams ---
 
     def create(self, kind: type[S]) -> Procedure[S]:
-        """Make a stream, as the API's kind. Raises InvalidRequest while the session records."""
+        """Make a stream of the class `kind`. Raises InvalidRequest while the session records."""
         self.operations.check_recording("stream")
         return self._create(kind)
 
@@ -135,7 +135,7 @@ class Streams:
         return (yield from self.operations.do("stream", making))
 
     def default(self, kind: type[S]) -> S:
-        """The stream that always exists, as the API's kind."""
+        """Return the default stream as an object of the class `kind`."""
         stream = kind(self, DEFAULT)
         stream.owner = self.attachment
         return stream
@@ -164,7 +164,7 @@ class Streams:
         return operations.go_on("wait_for", send(self.attachment.channel, (frame,), operations.deadline))
 
     def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
-        """Record an event in a stream, as the API's kind; it is queued in order with the stream's launches."""
+        """Record an event of the class `kind` in a stream, in order with the stream's launches."""
         self._check_recording("event")
         self.attachment.require(Opcode.EVENT_RECORD, "event")
         return (yield from self.operations.do("event", self._record(self.number(stream, "event"), kind)))
@@ -269,7 +269,7 @@ class Streams:
         """Wait for all streams, or for one, under the session's lock; raise a failure that was not raised before.
 
         A session that was opened by token and loaded no module waits for its own requests only, because all kernels,
-        and their failures, are other sessions'.
+        and their failures, belong to other sessions.
         """
         # A failure that was raised already is not raised again at the end of the block.
         operations, raised = self.operations, self.attachment.last_raised
@@ -312,7 +312,7 @@ class Streams:
     def begin_copy(
         self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
     ) -> Procedure[None] | None:
-        """Start a copy between a buffer and the arena without waiting; None without a stream, or for other memory."""
+        """Return the procedure that starts a copy with the arena; None without a stream, or for other memory."""
         # Only a copy to or from the arena can continue after the call: the caller may reuse any other memory as soon as
         # the call returns.
         number, arena = self.number(stream, "mem_write or mem_read"), self.attachment.arena
@@ -335,7 +335,7 @@ class Streams:
             frame: The request.
             operation: The operation, for messages.
         """
-        # Select the stream first if the worker's selection is another one or unknown.
+        # Select the stream first if the worker has selected another one, or if its selection is unknown.
         if stream is not None or self.selected != DEFAULT:
             unsent = self._put_in(stream, frame, operation)
         else:
@@ -350,7 +350,7 @@ class Streams:
         return number
 
     def _put_in(self, stream: StreamHandle | None, frame: bytes, operation: str) -> bytes:
-        """Queue a frame in a stream; returns the bytes that are still to be sent, empty if all were queued."""
+        """Queue a frame in a stream. Returns the bytes that remain to be sent, empty if all were queued."""
         number = self.number(stream, operation)
         if self.selected != number:
             # Both frames go together: no other launch can come between selection and launch.
@@ -362,7 +362,7 @@ class Streams:
         return b""
 
     def number(self, stream: StreamHandle | None, operation: str) -> int:
-        """A stream's number; the default stream's for None. Raises InvalidHandle."""
+        """Return a stream's number; None means the default stream. Raises InvalidHandle."""
         if stream is None:
             return DEFAULT
         self.operations.check(stream, StreamHandle, operation)
@@ -378,7 +378,7 @@ class Streams:
 
 
 def not_recorded(operation: str) -> InvalidRequest:
-    """The refusal of anything but a launch or a copy while a session records."""
+    """Return the error for any operation but a launch or a copy while a session records."""
     return InvalidRequest(
         f"{operation}: the session is recording a launch graph, which can contain only launches and copies",
         "Do it before or after the `with` block",

@@ -36,11 +36,11 @@ Image = bytes | bytearray | memoryview | str
 """PTX text or a cubin, as bytes, a buffer or a string."""
 
 READY_LIMIT_S: Final = 150.0
-"""Longest time until a job starts, in seconds: at most 30 s for the job before it, 32 s to free the bytes of a prepared
-context that is lost, and 60 s to make a context. If it takes longer, the daemon hangs."""
+"""Longest time until a job starts, in seconds: at most 30 s for the job before it, 32 s to free the bytes of a lost
+prepared context, and 60 s to make a context. A daemon that takes longer hangs."""
 
 RUN_MARGIN_S: Final = 10.0
-"""How long to wait for a job's reply beyond the job's own limit, in seconds, for the daemon's grace and a slow host."""
+"""Seconds to wait for a job's reply beyond the job's own limit: for the daemon's grace and a slow host."""
 
 RUN_FIXED_BYTES: Final = 38
 """Bytes of a SUBMIT_RUN's payload other than name, arguments and image: their lengths and the launch's shape."""
@@ -243,7 +243,7 @@ def _run(
 
 
 def _number_of(opened: AttachReply) -> int:
-    """The job's number; -1 if the daemon does not report one."""
+    """Return the job's number; -1 if the daemon does not report one."""
     numbers = [option.value for option in opened.options if option.type == SubmitOption.NUMBER]
     return int.from_bytes(numbers[0], "big") if numbers else -1
 
@@ -251,7 +251,7 @@ def _number_of(opened: AttachReply) -> int:
 def _end_error(
     lease: LeaseHandle, failure: Failure, number: int | None, *, is_explained: bool
 ) -> Procedure[GpuLeaseError]:
-    """The error of a job after its connection ended without a reply.
+    """Return the error of a job whose connection ended without a reply.
 
     Args:
         lease: The lease.
@@ -291,6 +291,6 @@ def _end_error(
 
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
-    """The job of that number in a lease's report; None if it is not there."""
+    """Return the job with that number from a lease's report; None if the report has no such job."""
     submits = (report.get("submit"), report.get("last_submit"))
     return next((submit for submit in submits if submit is not None and submit["number"] == number), None)

@@ -1,4 +1,4 @@
-"""Tokens in the client: how they are issued, what their issuer granted, and how a program passes them."""
+"""Tokens in the client: issuing them, what they grant, and passing them to other programs."""
 
 import base64
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class Grant:
         public_key: The key that the token's holder needs to attenuate it.
         lease_id: The lease that the token is for.
         permissions: The permissions that the token gives.
-        ttl_s: The token's lifetime in seconds, from when it was issued.
-        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
+        ttl_s: The token's lifetime in seconds, from its issue.
+        expires_at_unix_secs: When it ends, in Unix seconds by the daemon's wall clock; for display.
     """
 
     token: bytes
@@ -56,7 +56,7 @@ class HeldToken:
         lease_id: The lease that the token is for.
         permissions: The permissions that the token gives this program.
         ttl_s: Seconds until the token ends.
-        expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
+        expires_at_unix_secs: When it ends, in Unix seconds by the daemon's wall clock; for display.
     """
 
     lease_id: LeaseId
@@ -71,7 +71,7 @@ class HeldToken:
 
 
 def token_of(token: "bytes | str | Grant") -> bytes:
-    """The token's bytes, from its bytes, its text or its grant. Raises InvalidRequest."""
+    """Return the bytes of a token that is given as bytes, text or grant. Raises InvalidRequest."""
     if isinstance(token, Grant):
         return token.token
     try:
@@ -91,7 +91,7 @@ def token_of(token: "bytes | str | Grant") -> bytes:
 def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
-    """The request that issues a token. The arguments are those of `GpuLease.issue`. Raises InvalidRequest."""
+    """Return the request that issues a token. The arguments are those of `GpuLease.issue`. Raises InvalidRequest."""
     # Accept only a Permission: the permission must not be guessed from a string or a number.
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")

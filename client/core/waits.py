@@ -32,7 +32,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Pause for `seconds`, or until `until` is set: an event of the API's kind."""
+    """Pause for `seconds`, or until the event `until` (threading's or asyncio's) is set."""
 
     seconds: float
     until: Any = None
@@ -76,4 +76,4 @@ class Deadline(Protocol):
         """Seconds left; 0 or less when the time is over."""
 
     def raise_or_extend(self) -> Procedure[None]:
-        """Called when the time is over. Raises, or extends the deadline and returns."""
+        """Raise, or extend the deadline and return. Called when the time is over."""

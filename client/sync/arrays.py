@@ -68,7 +68,7 @@ class Array(SessionArray):
         self[key].assign(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        # numpy 2 asks for a view by copy=False; older numpy never passes it.
+        # numpy 2 asks for a view with copy=False; older versions never pass it.
         if copy is False:
             raise InvalidRequest("an array on the card has no memory that numpy can share", "Leave copy=False out")
         return np.asarray(self.numpy(), dtype)

@@ -1,4 +1,4 @@
-"""Runs procedures in the calling thread: poll() for sockets, sleep for pauses, a re-entrant lock for turns.
+"""Runs procedures in the calling thread: poll() for sockets, sleep for pauses, a re-entrant lock for taking turns.
 
 If a call is interrupted, a separate thread releases the object that the call may have made (`core.clean_ups`). No
 Ctrl-C reaches these threads. The interrupted call waits for its thread, and a program's exit waits for all of them, for
@@ -33,8 +33,8 @@ MAX_POLL_S: Final = 3600.0
 """Longest single poll, in seconds, because poll() takes milliseconds as a C int. A longer wait polls again."""
 
 CONTROL_POLL_NS: Final = 2_000_000
-"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds. A region opens, a
-warm context is granted and a session opens in less time, and a wake-up costs tens of microseconds."""
+"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds. Opening a region,
+granting a prepared context and opening a session take less time, and a wake-up costs tens of microseconds."""
 
 _CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
 
@@ -44,17 +44,17 @@ lock from each other. This is not a lock: a thread that is interrupted just afte
 behind, would hold it forever."""
 
 _CLEAN_UP_POLL_S: Final = 0.001
-"""Pause between two checks whether an object was given back, in seconds."""
+"""Pause between two checks that an object was given back, in seconds."""
 
 due: Final[dict[CleanUp, None]] = {}
-"""The objects that threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
+"""The objects that threads are giving back. An interrupt's handler adds an object before it starts the thread."""
 
 
 def drive(procedure: Procedure[T]) -> T:
     """Run a procedure to its end in this thread and return its result.
 
-    The traceback of an error starts here, because the procedure's frames mean nothing to the caller, and would keep
-    their locals alive.
+    The traceback of an error starts here, because the procedure's frames do not help the caller, and would keep their
+    locals alive.
     """
     answer: Any = None
     thrown: BaseException | None = None
@@ -131,7 +131,7 @@ def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float
         address: The daemon's address; GPULEASE_ADDRESS or the default socket if None.
         reply_limit_s: Longest wait for the reply, in seconds; None for the operation's usual one.
 
-    Raises the error that the daemon replied with, Disconnected or TimedOut.
+    Raises the error in the daemon's reply, Disconnected or TimedOut.
     """
     return drive(ask_once(address_of(address), op, body, reply_limit_s))
 

@@ -70,7 +70,7 @@ class RegionWatch(_Events[ForwardRevoked]):
 
 
 class WarningWatch:
-    """Calls back on every warning of a lease's end, from a daemon thread, until it is stopped or the lease ends.
+    """Reports every warning of a lease's end to a callback, from a daemon thread, until stopped or the lease ends.
 
     Attributes:
         error: Why no more warnings will come although the lease has not ended; None while they may come.
@@ -105,7 +105,7 @@ class WarningWatch:
 
 
 class KeepAlive:
-    """Renews a lease until it is stopped, its `with` block ends, the lease is freed, dropped or lost.
+    """Renews a lease until this object is stopped, its `with` block ends, or the lease is freed, dropped or lost.
 
     When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
     `on_loss`, leaving the block raises the error, unless the block is left by another exception. The thread is a daemon
@@ -131,7 +131,7 @@ class KeepAlive:
     def stop(self) -> None:
         """Stop renewing. The lease then ends at its deadline, unless it is freed or renewed by hand."""
         self._stopped.set()
-        # As in WarningWatch, a callback may stop its own object.
+        # As in WarningWatch, a callback may call `stop` of its own object.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -140,7 +140,7 @@ class KeepAlive:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop()
-        # An error of the block itself is more important than the loss.
+        # An error of the block itself matters more than the loss.
         if kind is None:
             raise_unreported(self.loss, self._on_loss)
 

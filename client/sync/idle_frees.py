@@ -1,7 +1,7 @@
 """The thread that frees dropped objects in blocking sessions that are idle (`core.idle_frees`).
 
 A session frees dropped objects with its next request, but an idle session has no next request. One thread serves all
-sessions of the process. It ends LINGER_S after the last session, because a program that opens a session for each
+sessions of the process. It ends only LINGER_S after the last session, because a program that opens a session for each
 request would otherwise start a thread for each. It never keeps a program from exiting.
 """
 
@@ -29,7 +29,7 @@ class _IdleThread:
         self._last_seen_s = 0.0
 
     def add(self, session: SessionCore) -> None:
-        """Poll a session that is open, until it ends."""
+        """Poll an open session until it ends."""
         with self._thread_lock:
             # Use a weak map and a weak proxy, so that the thread keeps no session alive.
             self._sessions[session] = IdlePoller(weakref.proxy(session.operations))
@@ -79,7 +79,7 @@ _idle_thread = _IdleThread()
 
 
 def free_when_idle(session: SessionCore) -> None:
-    """Free the objects that a program drops in a blocking session, while the session is idle, until it ends."""
+    """Until a blocking session ends, free the objects that its program drops while the session is idle."""
     _idle_thread.add(session)
 
 

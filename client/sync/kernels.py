@@ -14,7 +14,7 @@ from gpulease.client.sync.streams import Stream
 
 
 class KernelSession(Protocol):
-    """A kernel's session: it loads each compiled variant once, and starts its launches."""
+    """The session of a kernel: it loads compiled variants and starts launches."""
 
     @property
     def cuda_version(self) -> int: ...
@@ -138,6 +138,6 @@ class ElementwiseKernel:
             LaunchFailed: An argument does not fit; the message names the parameter.
             LoadFailed: The operation does not compile for the types of these arguments.
         """
-        # The target of the operation's launches; its copies and allocations go through the session as well.
+        # Where the operation launches its kernel. Copies and allocations go through the session.
         place = (stream, regions, position)
         return make(self._session, self._operation.called(self._session, Array, args, size, place))

@@ -48,7 +48,7 @@ class GpuBuilder(LeaseRequest):
         return drive_with_clean_up(clean_up, request, GpuLease)
 
     def _acquisition(self, spare: SpareConnections | None) -> tuple[GrantCleanUp, Procedure[LeaseHandle]]:
-        """Return the `CleanUp` and the procedure of an acquire, which uses a spare connection if there is one."""
+        """Return the clean-up and the procedure of an acquire, which uses a spare connection if there is one."""
         clean_up = lease_clean_up()
         return clean_up, acquire(self._where(), self._request(), threading.RLock(), clean_up, spare)
 
@@ -73,7 +73,7 @@ class GpuLease(LeaseView):
         drive(self._state.renew(seconds))
 
     def free(self) -> None:
-        """Free the lease; everything in its session is lost. If it has ended already, raises the error of its end."""
+        """Free the lease; everything in its session is lost. Raises the error of its end if it has already ended."""
         drive(self._state.free())
 
     def reacquire(self) -> "GpuLease":
@@ -114,7 +114,7 @@ class GpuLease(LeaseView):
         return drive(self._state.notes(several))
 
     def query(self) -> LeaseReport:
-        """Ask the daemon for the lease's state, also after its end.
+        """Ask the daemon for the lease's state, even after its end.
 
         `LeaseReport` describes the members and their units.
         """
@@ -187,7 +187,7 @@ class GpuLease(LeaseView):
         return drive_with_clean_up(clean_up, open_region(clean_up, size, ttl_secs), Region)
 
     def watch_regions(self) -> RegionWatch:
-        """Subscribe to the launches that any region of this lease refuses."""
+        """Subscribe to notices of launches that were refused because of any region of this lease."""
         return RegionWatch(self._state.refusal_stream())
 
     def grow(self, size: int | str) -> None:
@@ -213,7 +213,7 @@ class GpuLease(LeaseView):
         drive(resize(self._state, size, "shrink", -1))
 
     def park(self) -> int:
-        """Move the session's memory to the host's memory now, so that others can use its bytes on the card.
+        """Move the session's memory to host memory now, so that others can use its bytes on the card.
 
         The lease must be parkable (`GpuBuilder().parkable()`). The session's next operation brings the memory back to
         the same addresses, and waits for that. This call returns once the card shows the bytes as free.

@@ -11,7 +11,8 @@ from gpulease.protocol.messages import KernelFigures
 class Module(ModuleBase):
     """Loaded code; made by `GpuSession.module_load`. Dropping the last reference unloads it.
 
-    `kernels` maps each kernel's name to the sizes of its parameters in bytes and the most threads a block may have.
+    `kernels` maps each kernel's name to the sizes of its parameters in bytes and its maximum number of threads per
+    block.
     """
 
     __slots__ = ()
@@ -20,8 +21,8 @@ class Module(ModuleBase):
         """Find a `__constant__` or `__device__` variable: a buffer for `mem_write`, `mem_read` and launches.
 
         Args:
-            name: The variable's name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable
-                that no kernel uses.
+            name: The variable's name in PTX, which is its CUDA C name outside namespaces. A compiler may drop a
+                variable that no kernel uses.
 
         Raises InvalidHandle if the module has no such variable, Unsupported if the session's daemon is too old.
         """

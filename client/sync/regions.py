@@ -74,7 +74,7 @@ class Region(RegionView):
         drive(self._state.note(data))
 
     def query(self) -> LeaseReport:
-        """Ask the daemon for the region's state, also after its end, as `GpuLease.query` does."""
+        """Ask the daemon for the region's state, even after its end, as `GpuLease.query` does."""
         return drive(self._state.query())
 
     def events(self) -> LeaseEvents:
@@ -82,7 +82,7 @@ class Region(RegionView):
         return LeaseEvents(self._state.event_stream())
 
     def watch(self) -> RegionWatch:
-        """Subscribe to the launches that the region refuses."""
+        """Subscribe to notices of launches that were refused because of the region."""
         return RegionWatch(self._refusals())
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
@@ -95,7 +95,7 @@ class Region(RegionView):
         return keep_alive(self, on_loss)
 
     def close(self) -> None:
-        """End the region if it has not ended, and release its addresses, so that all its bytes are the lease's again.
+        """End the region if it has not ended, and release its addresses, so that all its bytes return to the lease.
 
         Until then a part of its memory stays reserved (`GpuLease.region`). A kernel that uses its addresses after this
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
@@ -126,7 +126,7 @@ class Region(RegionView):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # An error of the block itself is more important than that of the close.
+        # An error of the block itself matters more than an error of the close.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             self.close()
 

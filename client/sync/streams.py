@@ -26,14 +26,13 @@ class Event(EventHandle):
 class Stream(StreamHandle):
     """A queue of launches and copies; made by `GpuSession.stream`, passed to `launch`, `mem_write` and `mem_read`.
 
-    A stream executes its launches and copies in the order in which they were queued. Two streams are ordered by
-    `wait_for` only, so copies and kernels in different streams may run at the same time. `GpuSession.sync` and
-    `module_unload` wait for all streams. A failure in any stream is raised by the session's next operation that has a
-    reply.
+    A stream executes its launches and copies in the order in which they were queued. Only `wait_for` orders two
+    streams, so copies and kernels in different streams may run at the same time. `GpuSession.sync` and `module_unload`
+    wait for all streams. The session's next operation that waits raises a failure in any stream.
 
     A copy of an array of `GpuSession.empty` in a stream has only been started when the call returns: leave the array
-    alone until the stream was waited for. A copy of any other memory waits for the stream, and is done when its call
-    returns.
+    alone until a `sync` of the stream or the session. A copy of any other memory waits for the stream, and is done when
+    its call returns.
 
     Dropping the last reference frees a stream, like a buffer; queued work still runs. Leaving its `with` block waits
     for that work and raises any failure, like leaving a session's block. A block left by an exception does not wait.
@@ -51,7 +50,7 @@ class Stream(StreamHandle):
                 drive(remaining)
 
     def wait_for(self, other: StreamHandle | None) -> None:
-        """Make later work of this stream wait for all that `other` has queued now; None is the default stream.
+        """Make later work of this stream wait for all work now queued in `other`; None is the default stream.
 
         The call itself does not wait.
         """
@@ -97,7 +96,7 @@ def fence(streams: Streams, stream: Stream | None = None) -> None:
     if deadline is None:
         return
     lock = streams.attachment.lock
-    # Waiting for the lock counts against the deadline, too, because another thread's operation may hold it.
+    # The wait for the lock, which another thread's operation may hold, counts against the deadline, too.
     if not lock.acquire(timeout=max(0.0, deadline.remaining_s())):
         raise deadline.error()
     try:

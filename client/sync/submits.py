@@ -39,7 +39,7 @@ class Submission(SubmissionBase):
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """Describe a one-shot job on another tenant's lease, by a token that permits TASKLET_SUBMIT, for one `launch`.
+    """Describe a job, for one `launch`, on another tenant's lease. The token must permit TASKLET_SUBMIT.
 
     The job can't access the lease's session.
 

@@ -95,7 +95,7 @@ _KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "GPU%", "LAUNCH/S", "SLICE", 
 
 
 def offered(lines: Sequence[LeaseLine]) -> list[Column]:
-    """The columns that have something to show. Older daemons count neither copies nor the card's time."""
+    """Return the columns that have something to show. Older daemons count neither copies nor the card's time."""
     missing = set()
     if all(line.copies_per_s is None for line in lines):
         missing.add("COPY/S")
@@ -105,7 +105,7 @@ def offered(lines: Sequence[LeaseLine]) -> list[Column]:
 
 
 def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[str, int], int]:
-    """The columns that fit into `width` cells, their widths by title, and the width of the bar after them."""
+    """Return the columns that fit into `width` cells, their widths by title, and the width of the bar after them."""
     names = {column.title for column in columns}
     chosen: list[str] = []
     used = -GAP

@@ -47,7 +47,7 @@ Line: TypeAlias = list[tuple[str, Style]]
 
 
 def frame(view: View, samples: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
-    """Exactly `height` lines, none wider than `width` cells.
+    """Return exactly `height` lines, none wider than `width` cells.
 
     If there is little room, leases are left out first, then cards, and the bottom line last.
     """
@@ -60,7 +60,7 @@ def frame(view: View, samples: ScreenSamples, address: str, now_s: float, width:
 
 
 def plain(view: View, samples: ScreenSamples, address: str, width: int) -> str:
-    """The complete frame as text for a pipe, with all cards and all leases, however many there are."""
+    """Return the complete frame as text for a pipe, with all cards and all leases."""
     # Make the frame as high as its content, because a pipe has no height.
     sample = samples.sample
     height = 5 + (0 if sample is None else len(sample.cards) + len(sample.leases))
@@ -139,7 +139,7 @@ def _card(card: Report) -> Line:
     if number(card, "parked_bytes"):
         line.append((f", {_bytes(number(card, 'parked_bytes'))} parked", Style.PLAIN))
     if wait_ms := number(card, "tenant_park_wait_ms"):
-        # Others' need may park sooner than tenants.
+        # Another lease's need may park a session sooner than a tenant's request.
         need_ms = number(card, "park_wait_ms")
         for_need = f" (for need in {seconds_text(need_ms / 1000)})" if need_ms else ""
         line.append((f", next park in {seconds_text(wait_ms / 1000)}{for_need}", Style.WARNING))
@@ -222,7 +222,7 @@ def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
 
 
 def _typed_line(question: str, typed: str, width: int) -> Line:
-    """A line with the typed text, or at least its end, after as much of the question as there is room for."""
+    """Return a line with the typed text, or at least its end, after as much of the question as fits."""
     # Keep the end of the typed text, where the cursor is.
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]

@@ -1,4 +1,4 @@
-"""Samples of a node, and lines about its leases from two samples: their present state, and rates."""
+"""Samples of a node, and lines about its leases, computed from two samples: their present state, and rates."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ class ScreenSamples:
 
     Attributes:
         sample: The last one; None before the first.
-        before: The one before it, from which rates are computed.
+        before: The previous one, from which rates are computed.
         trouble: A sentence that says why a newer sample is missing; "" if none is missing.
     """
 
@@ -54,7 +54,7 @@ class ScreenSamples:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLine:
-    """A lease. None stands for a value that the daemon does not send, and for a rate if there is only one sample.
+    """A lease in the table. None is a value that the daemon does not send, or a rate if there is only one sample.
 
     Attributes:
         card: The index of its card.
@@ -80,7 +80,7 @@ class LeaseLine:
 
 
 def lease_lines(sample: Sample, before: Sample | None) -> list[LeaseLine]:
-    """The leases of a sample, in its order, with rates since the sample before."""
+    """Return the leases of a sample, in its order, with rates since the previous sample."""
     earlier = {} if before is None else {word(lease, "lease_id"): lease for lease in before.leases}
     # Without an earlier sample every rate is unknown.
     span_s = 0.0 if before is None else sample.at_s - before.at_s
@@ -109,7 +109,7 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
 
 
 def _state(lease: Report) -> str | None:
-    """Its state, with the cause if it is ending. If its session is not on its card, the parking phase instead."""
+    """Return its state, with the cause if it is ending; the parking phase instead if its session is not on its card."""
     state, cause = word(lease, "state"), word(lease, "cause")
     park = lease.get("park")
     park = park if isinstance(park, dict) else {}
@@ -122,7 +122,7 @@ def _state(lease: Report) -> str | None:
 
 
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
-    """Events per second. If the counter went back, it is another session's, and the result is None."""
+    """Return events per second; None if the counter went back, because it then belongs to another session."""
     now, earlier = number(lease, key), number(before, key)
     if now is None or earlier is None or now < earlier or span_s <= 0:
         return None

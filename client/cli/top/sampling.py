@@ -95,7 +95,7 @@ class Poller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have the thread end. Does not wait for a sample in progress."""
+        """Make the thread end. Does not wait for a sample in progress."""
         # The event wakes the thread if it is waiting.
         self._is_stopped = True
         self._nudge.set()

@@ -23,10 +23,10 @@ from gpulease.client.errors import InvalidRequest, Unsupported
 from gpulease.protocol.address import Address
 
 TICK_S: Final = 1.0
-"""Seconds between two drawings if nothing happens, because remaining times count down."""
+"""Seconds between two drawings if nothing happens: remaining times must count down."""
 
 ESCAPE_MS: Final = 25
-"""Milliseconds during which a lone Esc may turn out to start another key's code."""
+"""Milliseconds to wait after Esc, which may begin another key's code."""
 
 MAX_KEYS: Final = 256
 """Maximum number of keys processed between two drawings. Stops pasted text from keeping the screen from being drawn."""
@@ -111,7 +111,7 @@ class _Signals:
         os.close(writer)
 
     def wake(self) -> None:
-        """End the wait; callable from any thread. Does nothing after the end."""
+        """End the wait; callable from any thread. Does nothing after the block's end."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
 
@@ -154,7 +154,7 @@ def _screen() -> Iterator[curses.window]:
 
 
 def _attributes() -> dict[Style, int]:
-    """The attributes for curses by style. Without colours, or with NO_COLOR (no-color.org), only bold and reverse."""
+    """Return curses' attributes by style: without colours, or with NO_COLOR (no-color.org), only bold and reverse."""
     # Bold and reverse exist on every terminal; colours only add to them.
     looks = {
         Style.PLAIN: curses.A_NORMAL,
@@ -272,7 +272,7 @@ class _Screen:
 def _terminal_exists() -> bool:
     """Return whether the terminal still exists.
 
-    For a closed one, select reports forever that it is ready, and a read returns nothing.
+    select always reports a closed terminal as ready, and a read returns nothing.
     """
     try:
         termios.tcgetattr(sys.stdin.fileno())

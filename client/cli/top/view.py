@@ -46,8 +46,8 @@ class View:
     Attributes:
         every_s: Seconds between two samples.
         sort: The title of the column that orders the leases.
-        pattern: Only leases are shown whose tenant's name contains this, in any case, or whose id begins with it.
-        card: Only leases on the card with this index are shown; None for all.
+        pattern: Show only leases whose tenant's name contains this (ignoring case), or whose id begins with it.
+        card: Show only leases on the card with this index; None for all.
         selected: The id of the selected lease; "" for none.
         typed: The line that is being typed.
         target: The lease to revoke: it stays the same even if the lines move.
@@ -91,7 +91,7 @@ Pressed: TypeAlias = tuple[View, Effect | None]
 
 
 def visible(view: View, samples: ScreenSamples) -> list[LeaseLine]:
-    """The leases to show, in order, each followed by its regions."""
+    """Return the leases to show, in order, each followed by its regions."""
     lines = [] if samples.sample is None else lease_lines(samples.sample, samples.before)
     pattern = view.pattern.casefold()
     # Both filters must match; ids are in lower case, like the folded pattern.
