@@ -376,8 +376,7 @@ class GpuSession(SessionView):
                 otherwise the next operation that waits raises a RegionFailed.
             position: Any number up to 2**64 - 1; RegionFailed and ForwardRevoked report it.
             cooperative: Run all blocks at the same time, so that they may wait for each other. Only on a card.
-            cluster: Size of a cluster of neighbouring blocks that run together, in one to three dimensions. Needs
-                compute capability 9.0.
+            cluster: Number of blocks that run together, in one to three dimensions. Needs compute capability 9.0.
 
         Returns:
             The launch's number; a later error names it in `failure.failed_request_id`.

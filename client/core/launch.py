@@ -160,7 +160,7 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         try:
             # In one expression, check everything that may have changed since the module's last launch. After a
-            # mismatch, or if this is the module's first launch, use the general path below.
+            # mismatch, or at the module's first launch, use the general path below.
             latest = module.latest
             if (
                 kernel == latest.kernel

@@ -107,7 +107,7 @@ def _last_records(folder: Path, boot: str) -> LastRecords:
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
     """Check that the audit log's path is valid and that the daemon may write there.
 
-    Raises: ConfigError: The path can't be used. Unlike with a full disk, waiting would not help.
+    Raises ConfigError if the path can't be used: unlike with a full disk, waiting would not help.
     """
     # Check in the order in which an operator would check: the path itself, its folder, and the permission to write
     # there.

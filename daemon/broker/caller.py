@@ -21,7 +21,7 @@ _OPERATORS: Final = having(Trait.OPERATORS)
 
 
 Step = Callable[[], bool]
-"""Does a part of a request's work, of about a millisecond. Returns whether the work is complete."""
+"""A function that does about a millisecond of a request's work. Returns whether the work is complete."""
 
 
 class ClientConnection(Protocol):
@@ -74,7 +74,7 @@ class Caller:
     Attributes:
         tokens: The tokens that the peer has presented on this connection.
         driver: The name of the driver of the node's cards.
-        acquired: The leases granted on this connection, of a peer without a proven identity.
+        acquired: The leases granted on this connection, if its peer has no proven identity.
     """
 
     runtime: Runtime

@@ -49,7 +49,7 @@ class ClaimedAcquires:
         self.by_number: dict[int, _ClaimedAcquire] = {}
 
     def begin(self, event: AcquireRequested) -> None:
-        """Have an acquire checked, claimed and placed. It is answered like any other request."""
+        """Begin to check, claim and place an acquire. It is answered like any other request."""
         # Keep it by its number, because the check is answered by an effect, not by a call.
         acquire = _ClaimedAcquire(self._table, self._claims(), self._post, self._on_refused, event)
         self.by_number[event.request] = acquire

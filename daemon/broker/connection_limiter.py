@@ -66,7 +66,7 @@ class ConnectionLimiter:
 
     def release(self, connection: LimitedConnection) -> None:
         """Stop counting a closed connection. A refused connection was never counted against the limits."""
-        # Count refused connections as well, because they had buffers, too.
+        # Count refused connections as well, because they also had buffers.
         self._trimmer.count_closed()
         if connection in self._admitted:
             self._admitted.discard(connection)

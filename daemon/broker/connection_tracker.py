@@ -86,7 +86,7 @@ class ConnectionTracker:
                 del self._leases_of_connection[connection]
 
     def _is_connected(self, lease_id: int) -> bool:
-        # Do the cheapest check first; any one of the three is enough.
+        # Begin with the cheapest check; any one of the three is enough.
         if self._connections_of_lease.get(lease_id):
             return True
         submit = self._table.submits.of(lease_id)

@@ -48,7 +48,7 @@ STALL_TIMEOUT_S: Final = 10.0
 peer that sends or reads one byte a minute. No honest control request needs a second packet."""
 
 WRITTEN_POLL_S: Final = 0.001
-"""First pause before a hand-over checks again whether the peer has read all replies, which it nearly always has."""
+"""First pause before a hand-over checks again whether the peer has read all replies, which it almost always has."""
 
 MAX_WRITTEN_POLL_S: Final = 0.1
 """Longest pause before a hand-over checks again. Each pause is twice the previous one, so that a peer that does not
@@ -408,7 +408,7 @@ class ControlConnection(asyncio.BufferedProtocol):
 
 
 class AwaitedStep(Enum):
-    """Something that a peer must do within a time limit."""
+    """A step that a peer must take within a time limit."""
 
     HELLO = auto()
     FRAME = auto()

@@ -86,11 +86,10 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 RECORD_S: Final = 1.0
-"""Time between two checks whether the node's record has changed. A changed record is sent with the next heartbeat."""
+"""Time between two checks for a change of the node's record. A changed record is sent with the next heartbeat."""
 
 CERTIFICATES_S: Final = 5.0
-"""Time between two checks whether the certificates for etcd were renewed. They are renewed hours before the old ones
-expire."""
+"""Time between two checks for renewed certificates for etcd. They are renewed hours before the old ones expire."""
 
 ETCD_PART: Final = 15
 """One request to etcd may take 1 / ETCD_PART of the horizon, so that it can be repeated several times before the
@@ -123,7 +122,7 @@ class _PendingClaim(NamedTuple):
         tenant: The tenant that claims.
         drop: The message that cancels it.
         results: Counts the results of such claims.
-        refusal: What can't be done while the process is not available, as a clause.
+        refusal: A clause that says what can't be done while the process is not available.
     """
 
     on_answer: Callable[[Any], None]
@@ -354,7 +353,7 @@ class FleetFrontend:
 
     def release(self, name: str, epoch: int) -> None:
         """Report that the lease with that claim has ended and its memory is proved free."""
-        # If this can't be sent, no fleet process runs; the next process gets all live claims when it starts.
+        # If the message can't be sent, no fleet process runs; the next one gets all live claims when it starts.
         self._send(ClaimEnded(name, epoch))
         self._send_all_ended()
 
@@ -568,7 +567,7 @@ class FleetFrontend:
     def _refusal_of(self, refused: ClaimRefused | QuotaRefused) -> str:
         """Return the sentence for the tenant.
 
-        If the node is cut off, this process has more information about the reason than the fleet's rules.
+        If the node is cut off, this process knows the reason more precisely than the fleet's rules.
         """
         waiting = self._waiting.get(refused.request)
         if waiting is None or refused.why is not ClaimRefusal.ISOLATED or not self.is_isolated:

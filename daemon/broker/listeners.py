@@ -2,8 +2,7 @@
 
 TCP is bound to loopback only, because it is neither encrypted nor authenticated. `tls_frontend` listens for TLS.
 
-After `Listeners` follow the folder of a Unix socket, and the sentences that explain why the daemon can't listen on an
-address.
+The code after `Listeners` makes a Unix socket's folder, and explains why the daemon can't listen on an address.
 """
 
 import asyncio
@@ -49,7 +48,7 @@ class Listeners:
 
     @property
     def bound(self) -> list[tuple[Address, int]]:
-        """The descriptors of the sockets made here, each with the address of the settings."""
+        """The sockets made here: each one's address in the settings, and its descriptor."""
         return list(self._bound)
 
     def leave_paths(self) -> None:
@@ -101,7 +100,7 @@ class Listeners:
         self._servers, self._places, self._bound = [], [], []
 
     async def _listen_unix(self, address: UnixAddress, sockets: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
-        # A given socket's folder is its owner's concern.
+        # The folder of a given socket belongs to whoever made the socket.
         if not sockets:
             prepare_place(address, self._socket_mode)
         place = UnixPlace(address, self._socket_mode, log_place_change)
@@ -128,7 +127,7 @@ class Listeners:
 
     async def _listen_tcp(self, address: TcpAddress, sockets: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
-        # The binding in create_server silently skips address families for which it may not make a socket.
+        # Bind here, because create_server silently skips address families for which it may not make a socket.
         for sock in sockets or await self._bind_tcp(address):
             _check_loopback(address, str(sock.getsockname()[0]))
             port = int(sock.getsockname()[1])

@@ -62,7 +62,7 @@ class MemoryReserve:
             self._check()
 
     def is_enough(self) -> bool:
-        """Return whether new work may start. First restores the reserve if there is room for it again."""
+        """Return whether new work may start. Before that, restores the reserve if there is room for it again."""
         self._check()
         # Restore the reserve only if there is room to spare, so that it is not taken and released in turns.
         if self.is_short and _has_room(RESERVE_BYTES + ROOM_BYTES):
@@ -124,7 +124,7 @@ def _is_limited() -> bool:
 
 
 def _is_host_strict() -> bool:
-    """Return whether the host never overcommits (proc_sys_vm(5), overcommit_memory); also if that can't be read."""
+    """Return whether the host never overcommits (proc_sys_vm(5), overcommit_memory); True if that can't be read."""
     try:
         return _OVERCOMMIT.read_text().strip() == "2"
     except OSError:

@@ -78,7 +78,7 @@ class FleetClaims(Protocol):
     def labels(self) -> Mapping[str, str]: ...
 
     def refusal(self) -> Failure | None:
-        """Return why no lease at all is granted now, even without a name; None if leases are granted."""
+        """Return why the node now grants no lease at all, even without a name; None if it grants leases."""
 
     def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Request a name. Calls `on_answer` once, perhaps before this method returns.
@@ -89,7 +89,8 @@ class FleetClaims(Protocol):
         """
 
     def release(self, name: str, epoch: int) -> None:
-        """End a claim, because its lease is completely over. Has no effect on a missing claim, or a later one."""
+        """End a claim, because its lease is completely over. Has no effect on a missing claim or a later one of the
+        name."""
 
     def on_fenced(self) -> None:
         """Record that a claimed lease has ended FENCED: its claims remain until an operator clears the fence."""
@@ -98,7 +99,7 @@ class FleetClaims(Protocol):
         """Request bytes of a quota, like `claim_name`."""
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """Return a lease's bytes to the quota, because the lease is completely over. Has no effect if it has none."""
+        """A lease's bytes to the quota, because the lease is completely over. Has no effect if the lease has none."""
 
 
 def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, holder: LeaseTerms | LeaseSnapshot) -> None:

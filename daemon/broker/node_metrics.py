@@ -189,7 +189,7 @@ class NodeMetrics:
         return stray_bytes
 
     async def _add_up(self) -> TenantTotals:
-        """Count what workers did since the last scrape, and sum up all leases and regions."""
+        """Count what workers did since the last scrape, and add up all leases and regions."""
         # Step 1: add up the bytes that each lease's sessions hold. A lease's two workers together hold no more than its
         # charge.
         allocated: dict[int, int] = {}

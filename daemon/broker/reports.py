@@ -37,7 +37,7 @@ def full_report(
 
     `use`: how much of its card's time the lease has used, if that is known.
     """
-    # Use one moment for all times of the report.
+    # Use the same moment for all times in the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(
         lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns_of(lease.card_uuid)
@@ -123,7 +123,7 @@ def use_report(use: LeaseTimeUse) -> dict[str, Any]:
 
 
 def region_report(region: RegionRow) -> dict[str, Any]:
-    """Report the place of a region in its session."""
+    """Report a region's lease and address in its session."""
     return {
         "region_state": region.state.value,
         "address": region.address,
@@ -135,7 +135,7 @@ def region_report(region: RegionRow) -> dict[str, Any]:
 
 
 def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:
-    """Report how long a lease may be without a connection, and how much of that is left (None while it has one)."""
+    """Report how long a lease may be without a connection, and how much of that time is left (None while connected)."""
     left_ms = None if due_ns is None else _left_ms(due_ns, now_ns)
     return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
 

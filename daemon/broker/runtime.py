@@ -126,7 +126,7 @@ USE_RECORDS_AT_ONCE: Final = 64
 """Number of records that are made before the event loop runs again, which takes about a millisecond."""
 
 _NEW_SESSIONS: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.SUBMIT_READY})
-"""Facts after which one more worker uses its card's time."""
+"""Facts after which another worker uses its card's time."""
 
 Result = Outcome | Failure
 """The answer to a request: the lease table's outcome, or the failure if there is none."""
@@ -177,7 +177,7 @@ class Runtime:
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
-        # Set first what other parts read: the table, the tokens, the records.
+        # First set the parts that others read: the table, the tokens, the records.
         self.table = table
         self.tokens = tokens
         self.workers = workers
@@ -324,7 +324,7 @@ class Runtime:
         """Return a number for a request to the lease table.
 
         Args:
-            on_result: Gets the request's answer, exactly once, unless the request is abandoned or taken over.
+            on_result: Receives the request's answer, exactly once, unless the request is abandoned or taken over.
             key: The key by which `take_over` finds the request until it is answered.
         """
         return self._pending.add(on_result, key)
@@ -364,8 +364,8 @@ class Runtime:
     def post(self, event: Event) -> None:
         """Give the table an event and execute its effects, now or after the event that is being executed.
 
-        If handling this event raises an error, which is a bug, it is raised here after the events posted by then are
-        handled. The caller must then answer the event's request, if it has one.
+        If handling this event raises an error, which is a bug, that error is raised here, after the events posted so
+        far are handled. The caller must then answer the event's request, if it has one.
         """
         self._events.append(event)
         # An effect posted this event. The outer call handles it after the current effects, in order.
@@ -819,7 +819,7 @@ class PendingRequests:
 
 
 def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
-    """Return the operation and lease of an outcome that counts as refused if it can't be made durable.
+    """Return the operation and lease of an outcome that counts as refused if it can't be made durable, else None.
 
     These are grants and renewals. Any other outcome has happened already; its denial only reports the state of the
     journal.

@@ -140,7 +140,7 @@ class Service:
         runtime: The runtime around the lease table.
         addresses: The addresses it listens on, with the ports that the kernel chose.
         url: The web page's URL, "" if there is none.
-        stale: Sockets that an earlier daemon left, at addresses that the settings have dropped.
+        stale: Sockets that an earlier daemon left at addresses that the settings no longer have.
         on_new_sockets: If set, called with the addresses that have got new sockets.
         leaves_sessions: Whether a stop leaves sessions to the next daemon. Unless a stop was requested, this is True if
           sessions can outlive the daemon: a failed start, or a fault, must not end sessions.
@@ -156,8 +156,8 @@ class Service:
         journal: Journal,
         sockets: Sequence[GivenSocket] = (),
     ) -> None:
-        # Make the parts from the core outward: the table, the tokens about its leases, the runtime around both, then
-        # the listeners.
+        # Make the parts from the core outwards: the table, the tokens for its leases, the runtime around both, then the
+        # listeners.
         table = LeaseTable(
             cards, config.limits, config.warm_contexts, journal.recovered, config.recycling, config.placement
         )
@@ -191,7 +191,7 @@ class Service:
             self._tls = TlsFrontend(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
         self._loads: LoadHistory | None = None
         self._web: WebFrontend | None = None
-        # The web process reads by a connection of its own, and requests actions through its channel.
+        # The web process reads through a connection of its own, and requests actions through its channel.
         if (http := config.of_http) is not None:
             self._loads = LoadHistory(table, source, workers, self._notify_page)
             actions = WebActionRunner(self.runtime)
@@ -314,8 +314,8 @@ class Service:
         All other settings stay unchanged.
 
         Args:
-            config: The settings as their file has them now.
-            token_digest: The digest of the web page's token as its file has it now; b"" if there is none.
+            config: The settings in their file now.
+            token_digest: The digest of the web page's token in its file now; b"" if there is none.
 
         Raises:
             ConfigError: One of a tenant's cards is missing on this host. Then nothing has changed.
@@ -347,7 +347,7 @@ class Service:
 
     @property
     def bound(self) -> list[tuple[Address, int]]:
-        """The listening sockets that this daemon made, each with its address as the settings have it."""
+        """The listening sockets that this daemon made, each with its address in the settings."""
         makers = [maker for maker in (self._listeners, self._tls, self._web) if maker is not None]
         return [listener for maker in makers for listener in maker.bound]
 
@@ -501,7 +501,7 @@ async def _open_workers(config: Config, source: CardSource, state: LastingState)
 
 
 async def _start_workers(workers: Workers, state: LastingState, source: CardSource) -> None:
-    """Start a zygote in addition to those that an earlier daemon left, and log which sandbox measures are off."""
+    """Start a zygote, even if an earlier daemon left some, and log which sandbox measures are off."""
     try:
         await workers.start(state.take_zygotes())
     except ZygoteBroken:

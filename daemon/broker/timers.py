@@ -26,7 +26,7 @@ container."""
 
 AFTER_STOP_NS: Final = 10 * NS_PER_S
 """Time that other processes get, after this process was stopped, to finish the work for which a patient timer waits.
-Often the work is done already, and only this process has not read the result; or those processes were frozen as well.
+Often the work is done already, and only this process has not read the result; or those processes were frozen, too.
 """
 
 _PATIENT: Final = frozenset({TimerKind.SPAWN, TimerKind.RECLAIM, TimerKind.PARK, TimerKind.ORPHAN})
@@ -178,5 +178,5 @@ class Timers:
 
 
 def _is_patient(timer: _Timer) -> bool:
-    """Return whether a timer that is noticed late may be deferred, which is done once."""
+    """Return whether a timer that is noticed late may be deferred; a timer is deferred only once."""
     return isinstance(timer.event, TimerFired) and timer.event.kind in _PATIENT and timer.missed_ns is None

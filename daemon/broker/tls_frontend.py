@@ -136,7 +136,7 @@ class TlsFrontend:
         return TlsAddress(address.host, port)
 
     def set_tenants(self, tenants: Mapping[str, str]) -> None:
-        """Use another mapping of names to tenants for connections from now on."""
+        """Use another mapping of names to tenants for new connections."""
         self._tenants = tenants
 
     async def stop(self) -> None:
@@ -151,7 +151,7 @@ class TlsFrontend:
         self._listeners.clear()
 
     async def _begin(self) -> None:
-        """Give a new acceptor the listening sockets and relays of its predecessor."""
+        """Give a new acceptor the listening sockets and its predecessor's relays."""
         await self._acceptor.expect(Ready)
         for listener in self._listeners:
             self._send_listener(listener)
@@ -221,7 +221,7 @@ class TlsFrontend:
             case RelayArrived():
                 # A missing descriptor means that this process had none left. Then the relay ends with its socket.
                 if len(fds) == 1 and message.pid not in self._relays:
-                    # The caller closes the descriptors that are left in the list, also if this is not a socket.
+                    # The caller closes the descriptors that are left in the list, even if this is not a socket.
                     sock = socket.socket(fileno=fds[0])
                     fds.clear()
                     try:
@@ -281,7 +281,7 @@ class TlsFrontend:
     def _on_relay_left(self, pid: int) -> None:
         self._unidentified.discard(pid)
         self._adopted.discard(pid)
-        # Reported by the acceptor or by a pidfd, perhaps by both; only the first report counts.
+        # The acceptor or a pidfd reports this, perhaps both; only the first report counts.
         relay = self._relays.pop(pid, None)
         if relay is None:
             return

@@ -49,8 +49,8 @@ class TokenService:
         demands: The operations that require a token.
         key_file: The file with the keys, if the operator names one.
         state: The state folder, which holds the keys if the operator names no file.
-        spent: Tokens used under an earlier daemon: the lease, the nonce, and the time (monotonic ms) until which this
-          is kept.
+        spent: Tokens used under an earlier daemon: the lease, the nonce, and the time (monotonic ms) until which the
+            record is kept.
         revoked: Tokens revoked under an earlier daemon, in the same form.
 
     Raises:
@@ -136,7 +136,7 @@ class TokenService:
             self.give_back(claims, journal)
 
     def give_back(self, claims: Claims, journal: Journal) -> None:
-        """Count a token with which nothing was opened as unused, for the next daemon too."""
+        """Count a token that opened nothing as unused, even for the next daemon."""
         self.authority().give_back(claims)
         journal.unspend(claims.lease_id, claims.nonce)
 

@@ -41,7 +41,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.opcodes import Opcode, Status
 
 BY_PAGE: Final = "web page"
-"""Name in logs for a person who acts by the web page. It has a space, which a tenant's name can't have."""
+"""Name in logs for a person who acts through the web page. It has a space, which a tenant's name can't have."""
 
 MAX_WRONG_TOKENS: Final = 10
 """Maximum number of wrong tokens that are checked in a row. An honest web process forwards none."""
@@ -92,7 +92,7 @@ class WebActionRunner:
         self._runtime.metrics.refused(operation, Status.DENIED)
 
     def _post(self, event_for: Callable[[int], Event], on_outcome: OnResult) -> None:
-        # Log and record the action as the page's: the page's user has the token, and is not a tenant.
+        # Log and record the action under the page's name: its user has the token, and is not a tenant.
         number = self._runtime.expect(on_outcome)
         self._runtime.history.note_requester(number, BY_PAGE)
         self._runtime.post(event_for(number))
@@ -196,7 +196,7 @@ class GuessLimiter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # At the start all guesses are free.
+        # At the start, MAX_WRONG_TOKENS guesses are free.
         self._free_s = clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S
 
     def may_check(self) -> bool:

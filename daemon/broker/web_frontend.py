@@ -63,7 +63,7 @@ class WebFrontend:
         first: Returns the messages for a new process, such as those of `LoadHistory.messages`.
 
     Attributes:
-        bound: The descriptor of the socket that was made here, if one was, with its address.
+        bound: The descriptor and address of the socket, if it was made here.
 
     Raises:
         ConfigError: The operator's token can't be used.
@@ -127,7 +127,7 @@ class WebFrontend:
     def send(self, message: CardLoads | FleetMembership) -> None:
         """Send a sample of a card or the node's membership.
 
-        A process that does not read loses it, and then shows less.
+        A process that does not read the message loses it, and its page then shows less.
         """
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._process.send(message)
@@ -221,7 +221,7 @@ def _web_kind(sandbox: SandboxSettings) -> ChildKind:
 
 
 def token_digest_of(settings: HttpSettings) -> bytes:
-    """Return the SHA-256 of the operator's token as its file has it now, b"" for no token. Raises ConfigError."""
+    """Return the SHA-256 of the operator's token in its file now; b"" for no token. Raises ConfigError."""
     try:
         return settings.token_digest()
     except BadToken as error:

@@ -397,8 +397,8 @@ CARD_DRAINED: Final = "its card is drained"
 class Drains:
     """Drains the node or a card: admits no lease there, warns the tenants, ends the remaining leases at a deadline.
 
-    1. From then on, no lease is granted there. Acquires that no other card could serve are refused, including queued
-       ones. Leases that still wait for their worker there end. The pool drops its contexts there.
+    1. During the drain, no lease is granted there. Acquires that no other card could serve are refused, including
+       queued ones. Leases that still wait for their worker there end. The pool drops its contexts there.
     2. The subscribers of each active lease are sent the time that is left. A renewal extends a lease to the drain's
        deadline at most. When a lease is moved off a drained card, its warning is withdrawn.
     3. At the deadline all remaining leases end with DRAINED. The drain lasts until an operator admits tenants again. A

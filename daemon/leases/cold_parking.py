@@ -2,7 +2,7 @@
 
 1. A session that is parked warm is ordered to leave its process: after it has been parked for `cold_park_s`, at the
    request of an operator or its tenant, or for a move. Its worker exports its image, which the broker keeps. If the
-   session has something that could not be made again in another process, it stays, and the lease shows that until the
+   session contains something that another process can't make again, it stays, and the lease shows that until the
    session's next park.
 2. The worker, which still has bytes of the card (above all its context), is passed to the pool as a warm context to
    drop. So the pool kills it, proves its bytes free, and fences them if that fails. The lease is charged nothing. The
@@ -70,7 +70,7 @@ worker at all, for example after an update of the driver.
 """
 
 MAX_HELD_MISFITS: Final = 2
-"""`MAX_MISFITS` while the former worker still has the session: one worker of each kind, warm and new."""
+"""The same limit while the former worker still has the session: one worker of each kind, warm and new."""
 
 _HANGS: Final = frozenset({Cause.UNRESPONSIVE, Cause.LOAD_TIMEOUT})
 """Causes that mean that a worker hangs, although it has broken no rule about the lease's bytes or kernels."""
@@ -516,7 +516,7 @@ class ColdParking:
         self._store.has_freed_room, state.is_awaited = True, False
 
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
-        """Plan that a session that is about to be parked moves to another card, to make room for another lease."""
+        """Make a session that is about to be parked move to another card, to make room for another lease."""
         if lease.park is not None:
             lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns, why_through_host=FOR_NEED)
             lease.park.need_move_ns = now_ns + MOVED_STAY_NS

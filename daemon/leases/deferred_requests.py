@@ -79,7 +79,7 @@ class DeferredRequests:
                     yield self._remove(request).event
 
     def need_session(self, lease_id: int) -> bool:
-        """Return whether requests wait that can be handled only while a lease's session is on its card."""
+        """Return whether any waiting request can be handled only while a lease's session is on its card."""
         return DeferredGroup(lease_id, is_move=False) in self._store.deferred
 
     def has_ready(self) -> bool:

@@ -316,7 +316,7 @@ def not_kept(problem: str) -> Denial:
 
 
 def done_but_not_kept(clause: str, problem: str) -> Denial:
-    """Report that an action was taken (`clause`, a sentence) but that the journal can't record it now."""
+    """Report that an action was taken (`clause`, a main clause) but that the journal can't record it now."""
     return Denial(
         DenialReason.NOT_RECORDED,
         f"{clause}, but the journal can't be written: {problem}. If the daemon restarts before that is fixed, the"
@@ -510,7 +510,7 @@ def not_a_region(lease_id: int) -> Denial:
 
 
 def not_its_tenant(region_id: int) -> Denial:
-    """Deny the surrounding lease's tenant an operation that only the region's own tenant may do."""
+    """Deny the surrounding lease's tenant an operation that is reserved for the region's own tenant."""
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"Lease {region_id:032x} is a region of another tenant; only that tenant may free it.",
@@ -725,7 +725,7 @@ def has_submit(lease_id: int) -> Denial:
 
 
 def too_many_parks(lease_id: int, wait_ms: int) -> Denial:
-    """Deny a park because sessions of its card were parked too often lately."""
+    """Deny a park because its card has reached `parks_per_minute`."""
     return Denial(
         DenialReason.RATE,
         f"Lease {lease_id:032x} can't be parked now: its card has reached parks_per_minute.",
@@ -768,7 +768,7 @@ def park_refused(lease_id: int, reason: str) -> Denial:
 def cant_leave(lease_id: int, reason: str, *, is_lasting: bool = True) -> Denial:
     """Deny a move, or a cold park, of a session that can't leave its process; `reason` is its worker's clause.
 
-    `is_lasting`: Whether the reason is something that the session has, and not that it is busy.
+    `is_lasting`: Whether the reason is permanent, such as something that the session contains.
     """
     if not is_lasting:
         return Denial(

@@ -53,8 +53,8 @@ class Card:
           The reserve covers it.
         pins_host_memory: Whether the host memory that a worker prepares for parking needs page tables on the card.
         peers: UUIDs of the cards with memory that this card reads at a high rate, so that sessions move directly.
-        has_others: Whether others than the daemon's workers can hold memory of the card. Then nothing is granted on it
-            before its first poll (`Others`).
+        has_others: Whether programs other than the daemon's workers can hold memory of the card. Then nothing is
+            granted on it before its first poll (`Others`).
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -421,7 +421,7 @@ def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
 
 
 def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: PlacementOrder) -> CardAccount | None:
-    """Return the best fitting card in the given order; on a tie, the one with the lowest index. None if none fits now.
+    """Return the best-fitting card in the given order; on a tie, the one with the lowest index. None if none fits now.
 
     Args:
         candidates: Cards that the lease may be on.
@@ -471,9 +471,9 @@ class Others:
        SETTLE_NS. Until then a dead worker's bytes are still charged to its lease. A rise of outside bytes is booked at
        once, because they can't be a worker's.
     3. The bytes of a reaped worker are proved free once the card no longer lists its process and the unowned bytes do
-       not exceed the booked ones. If they still exceed them after SETTLE_NS, the excess is not the worker's. Then the
-       smallest figure of all polls since the process disappeared is booked first, so that none of it can be granted,
-       and the worker's bytes are taken as free.
+       not exceed the booked ones. An excess that lasts longer than SETTLE_NS is not the worker's. Then the smallest
+       figure of all polls since the process disappeared is booked first, so that none of it can be granted, and the
+       worker's bytes are taken as free.
     4. Polled figures are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
     5. Before the first poll the whole card counts as taken, so that nothing is granted: while no daemon ran, a program
        may have taken memory. Also, if broker and zygote were killed together, a worker that a session had left may
@@ -516,7 +516,7 @@ class Others:
         """Process one poll of the whole card, and return whether the booked bytes changed.
 
         A poll from before the last proof is ignored, because its figures lack the bytes of a worker that has died
-        since. Only the first poll is not.
+        since. The first poll is never ignored.
         """
         if polled_ns < self._polled_ns:
             if self._is_polled:
@@ -563,7 +563,7 @@ class Others:
 
 
 class Growth:
-    """Bytes of one kind, unowned or outside, beyond those at the measurement.
+    """Bytes of one kind, unowned or outside, in excess of those at the measurement.
 
     Attributes:
         booked_bytes: Bytes subtracted from the card's capacity.

@@ -279,7 +279,7 @@ class HoldTimerFired:
 
 @dataclass(frozen=True, slots=True)
 class ParkTimerFired:
-    """A session may be parked for others' need from now on. Late, early and repeated timers are harmless."""
+    """From now on a session may be parked for others' need. Late, early and repeated timers are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +362,8 @@ class LeaseRestored:
     """A lease of an earlier table; sent before all other events, once for each lease.
 
     Attributes:
-        kept: The persisted lease, corrected by its control page: the later deadline and the higher generation count,
-          and a flipped revocation word makes it DRAINING.
+        kept: The persisted lease, corrected by its control page: the later deadline and the higher generation apply,
+            and a flipped revocation word makes it DRAINING.
         has_worker: Whether the worker runs. If not, its parent process has reaped it or will reap it.
         has_session: Whether a client may have attached to the session, according to the control page.
         membership_deadline: Time until which a claimed lease may be served, according to the control page; None if it
@@ -571,7 +571,7 @@ class ResizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SliceResized:
-    """Answer to each `ResizeSlice`, with the size that the session has now.
+    """Answer to each `ResizeSlice`, with the session's present size.
 
     Attributes:
         doubt: Why it is not the requested size; "" if it is.
@@ -711,7 +711,7 @@ class SessionsUsed:
 
 @dataclass(frozen=True, slots=True)
 class StayClaimed:
-    """A worker claims that its session can't leave its process, for a reason; "" if it can."""
+    """A worker's claim about why its session can't leave its process; "" if it can."""
 
     lease_id: int
     reason: str
@@ -972,7 +972,7 @@ class ArmTimer(NamedTuple):
 class Warned:
     """Notify subscribers of the phase of an active lease.
 
-    Sent when a drain begins, is moved or is cancelled, and when a lease loses its last connection or has one again.
+    Sent when a drain begins, is moved or is cancelled, and when a lease loses its last connection or gets one again.
     """
 
     lease_id: int
@@ -1174,7 +1174,7 @@ class AdoptSession:
 
 @dataclass(frozen=True, slots=True)
 class WatchClients:
-    """Watch the clients of a cold session again, as one of them may be waiting."""
+    """Watch the clients of a cold session again, because one of them may be waiting."""
 
     lease_id: int
 
@@ -1409,7 +1409,7 @@ class SessionMoved:
 
     Attributes:
         moved_bytes: Bytes of its pages.
-        took_ns: Time from the request on.
+        took_ns: Time from the request to the end of the move.
     """
 
     request: int

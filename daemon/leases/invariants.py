@@ -171,7 +171,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
         if waiter is not None:
             raise InvariantBroken(f"{_name(lease)} waits to return, but is not parkable.")
         return
-    # Only a parked session has released its bytes, also while it gets a worker that refuses its waiting operations.
+    # Only a parked session has released its bytes, even while it gets a worker that refuses its waiting operations.
     is_off = park.off_bytes > 0
     may_be_off = park.phase is ParkPhase.PARKED or (park.phase is ParkPhase.RETURNING and park.refusal != "")
     if is_off and not may_be_off:
@@ -271,7 +271,7 @@ def _validate_host(store: LeaseStore) -> None:
 
 
 def _validate_claims(store: LeaseStore) -> None:
-    # Each live name belongs to exactly one lease, also while that lease is fenced.
+    # Each live name belongs to exactly one lease, even while that lease is fenced.
     named = {lease.terms.name: lease for lease in store.live.values() if lease.terms.name}
     count = sum(bool(lease.terms.name) for lease in store.live.values())
     if len(named) != count:
@@ -604,7 +604,7 @@ def _validate_slice(lease: Lease) -> None:
     is_numbered = len(numbers) == len(regions) and lease.region_number >= max(numbers, default=0)
     if not is_numbered or lease.region_number > MAX_NUMBER:
         raise InvariantBroken(f"{_name(lease)} gave two regions the same number, or one that is too high.")
-    # Regions never hold more than the slice, also while the slice shrinks.
+    # Regions never hold more than the slice, even while the slice shrinks.
     charged_bytes = sum(region.charge_bytes for region in regions)
     if charged_bytes != lease.region_bytes:
         raise InvariantBroken(f"{_name(lease)} counts {lease.region_bytes} bytes of regions, not {charged_bytes}.")

@@ -73,8 +73,8 @@ class RegionState(Enum):
 
     A region is OPENING until the worker has mapped it, and ACTIVE until the first cause that ends it. Then it is
     REVOKED, EXPIRED or FREED until no work of the session can reach its memory, FENCED until that memory is proved
-    free, and finally RETURNED. So every region that ends is FENCED for a time; a fence that lasts, like a lease's, is
-    `TableRegion.is_given_up`.
+    free, and finally RETURNED. So every region that ends is FENCED for a time; `TableRegion.is_given_up` marks a
+    lasting fence, like a lease's.
     """
 
     __hash__ = object.__hash__
@@ -96,8 +96,8 @@ class CauseRow(NamedTuple):
         ends_active: Whether it can end a lease that is granted.
         region: The state that a region enters. Most regions end for the cause that ends their lease.
         grace_ms: How long kernels in flight may run after new work is refused, unless a setting says otherwise: 0 if
-            the tenant has finished, or nothing is left that could finish. None if no setting can change that, because
-            another node may soon serve the name.
+            the tenant has finished, or nothing is left that could finish. None: always 0, whatever the settings,
+            because another node may soon serve the name.
         is_warned: Whether the log reports the end as a warning, because the daemon ended a session that still ran and
             no earlier line has warned of that.
         is_time_limit: Whether a submit that ends for this cause took too much time.
@@ -293,8 +293,7 @@ class LeaseTerms(LeaseOptions):
 
     Attributes:
         size_bytes: Bytes that the tenant may allocate. Each context's overhead is charged in addition.
-        ttl_ms: The time to live that was requested last. It counts from the moment the worker is ready, or from the
-          renewal.
+        ttl_ms: The last requested time to live. It counts from the moment the worker is ready, or from the renewal.
         epoch: Number of the name's claim; 0 without a name.
         fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0 if it counts against no quota.
     """
@@ -336,7 +335,7 @@ class LeaseSnapshot(NamedTuple):
         fault: Message of the worker that lost its context; "" if none did.
         deadline_ns: Time at which it expires; None until the worker is ready.
         ended_ns: Time at which the lease was torn down or fenced.
-        ttl_ms: Time to live last asked for.
+        ttl_ms: The last requested time to live.
         parent_id: For a region, the lease that contains it; 0 for a lease of a card.
         name: Name that exists once in the fleet; "" without one.
         epoch: Number of the name's claim; 0 without a name.
@@ -368,10 +367,11 @@ class LeaseSnapshot(NamedTuple):
 
 
 class MembershipDeadline(NamedTuple):
-    """The membership deadline: until when a node may serve claimed leases, on two clocks.
+    """The membership deadline, until which a node may serve claimed leases, on two clocks.
 
     Attributes:
-        at_ns: The time on the monotonic clock, which the table's timers use. After the host has slept, it is too late.
+        at_ns: The time on the monotonic clock, which the table's timers use. If the host has slept, this time is too
+            late.
         boot_ns: The time on CLOCK_BOOTTIME, which keeps running while the host sleeps.
     """
 
@@ -611,7 +611,7 @@ class TableRegion:
     Attributes:
         lease_id: The lease that contains it.
         card_uuid: That lease's card.
-        exclusivity: That lease's class.
+        exclusivity: That lease's exclusivity class.
         slot: Index of its word on the regions page.
         number: Distinguishes it from every other region of the lease.
         request: Request that waits for it to open; meaningless once answered.
@@ -620,7 +620,7 @@ class TableRegion:
         end_due_ns: Time by which its memory must be removed; otherwise its session is condemned. After the removal, the
             time by which its bytes must be proved free; otherwise its fence becomes lasting. None in any other phase.
         kept_bytes: Bytes that stay mapped in its place after its end; meaningless before.
-        is_cancelled: Whether launches that name it are refused until an operator or tenant lifts that.
+        is_cancelled: Whether launches that name it are refused until an operator or tenant accepts them again.
         is_given_up: Whether its memory was not proved free in time, so that its fence is lasting.
         free_request: Free request to answer when it is returned.
         revoke_requests: Revoke requests to answer when it is returned.
@@ -743,7 +743,7 @@ class SubmitSnapshot:
 
     @property
     def number(self) -> int:
-        """The number by which the tenant knows the submit: it counts from 0."""
+        """The submit's number in reports to the tenant, counted from 0."""
         return self.submit_id - FIRST_SUBMIT_ID
 
 
@@ -836,7 +836,7 @@ class WarmContext:
         is_restored: Whether an earlier daemon made it.
         tenant: The only tenant it may serve, because it served one before; None if it served none.
         leases: Number of leases it served.
-        left_by: The lease with the session that has left this worker for another one; 0 for any other context.
+        left_by: The lease whose session has left this worker for another one; 0 for any other context.
     """
 
     warm_id: int

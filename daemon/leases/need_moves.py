@@ -50,7 +50,7 @@ def plan_moves(
         missing_bytes: Bytes that the card lacks.
         targets: The cards that the sessions may move to.
         arriving: Bytes that moves in progress will take on each card, by its uuid.
-        rules: The limits of the sessions' tenants, which say what cards they may use.
+        rules: The limits of the sessions' tenants, which name the cards that they may use.
         most: Maximum number of moves.
     """
     accounts = {account.card.uuid: account for account in targets}

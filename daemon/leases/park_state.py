@@ -11,7 +11,7 @@ class ParkPhase(Enum):
     """Where the bytes of a parkable lease's session are. The values are in reports, the audit log and metrics.
 
     RESIDENT on the card; PARKING while the worker copies them to the host; PROVING until the card shows them free;
-    PARKED; RETURNING from when the card is charged for them again until the session is complete.
+    PARKED; RETURNING from the moment the card is charged for them again until the session is complete.
     """
 
     __hash__ = object.__hash__
@@ -44,7 +44,7 @@ class SessionMove(NamedTuple):
     """A request to move a session to another card, out of its process, or to a worker of this version.
 
     Attributes:
-        request: The request to answer; None if another lease needs its room.
+        request: The request to answer; None if it moves because another lease needs its room.
         card_uuid: The card to which the session is to return; "" if it is to stay cold.
         from_uuid: The card that it was on.
         since_ns: When it was requested.
@@ -118,7 +118,7 @@ class ParkSnapshot(NamedTuple):
         is_awaited: Whether an operation of its tenant waits for its return.
         parks: Number of times that it was parked under this daemon.
         idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
-        stays_here: Why it did not leave its process in its last park; "" if it did, or did not try.
+        stays_here: Why it kept its process in its last park; "" if it left the process, or did not try to.
         is_moving: Whether it is being moved to another card.
         last_move: Why the bytes of its last move went through the host's memory; "" if they went directly to the other
             card; None before its first move under this daemon.
@@ -173,12 +173,13 @@ class ParkState:
             without one.
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
         is_in_place: Whether it is parked for a direct move, with its bytes in its worker, or in the one set aside.
-        direct_failure: Why its last direct move failed; "" if none has, or if it has moved since then.
-        misfit: Why other workers could not continue it, so that its former one took it back; "" if one has since then.
-        claimed_stay: Why, as its worker claims, it can't leave its process; "" if it can.
+        direct_failure: Why its last direct move failed; "" if none has failed, or if it has moved since then.
+        misfit: Why other workers could not continue it, so that its former one took it back; "" if another one has
+            continued it since then.
+        claimed_stay: Why it can't leave its process, according to its worker; "" if it can.
         last_move: As in ParkSnapshot.
-        refusal: If its next worker adopts it only to refuse the waiting operations, the reason that they get; "" if it
-          really returns.
+        refusal: If its next worker adopts it only to refuse the waiting operations, the reason given for that; "" if it
+            really returns.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT

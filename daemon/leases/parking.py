@@ -11,10 +11,10 @@
    acquire was willing to wait. After that time the operation fails as BUSY, and the session stays parked.
 4. Host memory is held for the whole slice: from the grant on if enough is free, otherwise from the order to park on. A
    session on the card keeps its host memory until another one needs it for a park. When a session that was parked for
-   others' need returns, its memory is given to the sessions of its card that are parked next, so that it is prepared in
-   time. All of it is returned when the worker's process ends. With overcommit, each park for others' need has the
-   session that is parked next copy its bytes ahead while it is idle. It stays on the card, and all rules treat it as if
-   nothing was copied: its worker forgets the copy when the session is used.
+   others' need returns, its memory is given to the sessions of its card that will be parked next, so that it is
+   prepared in time. All of it is returned when the worker's process ends. With overcommit, each park for others' need
+   makes the session that will be parked next copy its bytes ahead while it is idle. That session stays on the card, and
+   all rules treat it as if nothing was copied: its worker forgets the copy when the session is used.
 5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
    `park_stay_ms`, and a card has at most `parks_per_minute`, of which some are kept for others' need. With
    `moves_for_need`, sessions are moved to cards that have room for them, and parked only if there are none.
@@ -25,7 +25,7 @@
    stays on its card, and the worker reports that.
 8. A session of an earlier table may be parked, parking or returning. It is charged in full, and its worker gets the
    order that its record requires. A worker that has already done that answers again. If a park was not recorded, the
-   session returns at once, even if no operation waits for it: requests to the broker may.
+   session returns at once, even if no operation waits for it, because requests to the broker may wait.
 """
 
 from collections import Counter
@@ -99,8 +99,8 @@ class ParkPace(NamedTuple):
     """How long a card's next park has to wait because of `parks_per_minute`; each is 0 if it may begin at once.
 
     Attributes:
-        need_wait_ns: A park for others' need, or one that an operator requests.
-        tenant_wait_ns: A park that its tenant requests, or that idleness causes.
+        need_wait_ns: The wait of a park for others' need, or of one that an operator requests.
+        tenant_wait_ns: The wait of a park that its tenant requests, or that idleness causes.
     """
 
     need_wait_ns: int
@@ -114,8 +114,8 @@ class ParksTogether:
 
     Attributes:
         parks: Number of these parks.
-        host_bytes: Host memory that they take, and that can't be taken from the sessions that have it: all memory of
-            parked sessions, but not what sessions on a card keep for their next park.
+        host_bytes: Host memory in use once they have begun: theirs, and that of all sessions off their cards. It
+            excludes the memory that sessions on a card keep for their next park, because these parks may take it.
     """
 
     def __init__(self, store: LeaseStore) -> None:
@@ -275,7 +275,7 @@ class Parking(ParkingViews):
         return {uuid: ParkPace(*wait_ns) for uuid, wait_ns in waits.items()}
 
     def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int, kept: int = 0) -> int:
-        """Return the time until a card may have so many parks together, and `kept` more; 0 if it may have them now."""
+        """Return the time until a card may begin `parks` parks together, and `kept` more; 0 if it may now."""
         # If more parks are needed than the burst allows, allow them as soon as the card may have a whole burst.
         burst = PARK_BURST - kept
         return self._paces.early_ns(card_uuid, self._park_interval_ns, burst, now_ns, min(parks, burst))
@@ -311,7 +311,8 @@ class Parking(ParkingViews):
 
     def _take_host(self, lease: Lease, more_bytes: int, effects: list[Effect]) -> None:
         keepers = [keeper for keeper in self._store.parkable.values() if keeper is not lease and _is_resident(keeper)]
-        # Begin with the session that was used last: the one used least recently is parked next, and would be slow then.
+        # Begin with the session that was used last: the one used least recently will be parked next, and would then be
+        # slow.
         for other in sorted(keepers, key=_used_ns, reverse=True):
             if self._store.parked_host_bytes + more_bytes <= self._store.limits.park_memory_bytes:
                 break
@@ -331,7 +332,7 @@ class Parking(ParkingViews):
             self._give_host(lease, needed_bytes, effects)
 
     def _pass_host_on(self, lease: Lease, effects: list[Effect]) -> None:
-        """Hold host memory for the sessions that are parked next for others' need, if they have none.
+        """Hold host memory for the sessions that will be parked next for others' need, if they have none.
 
         `lease`: The session that was used last. If no other memory is left, its memory is taken.
         """
@@ -355,7 +356,7 @@ class Parking(ParkingViews):
             self._give_host(other, host_bytes_of(other.terms.size_bytes), effects)
 
     def _copy_next_ahead(self, card_uuid: str, effects: list[Effect]) -> None:
-        """Have the session of a card that others' need would park next copy its bytes ahead, if it has host memory."""
+        """Make the session that others' need would park next on a card copy its bytes ahead, if it has host memory."""
         if self._store.limits.overcommit <= 1.0:
             return
         on_card = [lease for lease in self._store.parkable.values() if lease.card_uuid == card_uuid]
@@ -502,7 +503,7 @@ class Parking(ParkingViews):
     def _repeat_return(self, lease_id: int, number: int, effects: list[Effect]) -> bool:
         """Order the return again from a worker in a park that an earlier daemon ordered; return False for any other.
 
-        The worker carried out that order only after this daemon had ordered the return, so that has another number.
+        The worker carried out that park only after this daemon had ordered the return, so the order has another number.
         """
         lease = self._store.parkable.get(lease_id)
         state = None if lease is None else lease.park
@@ -655,7 +656,7 @@ class Parking(ParkingViews):
                 lease.park.used_ns = max(lease.park.used_ns, now_ns)
 
     def on_stay_claimed(self, event: events.StayClaimed, _now_ns: int, _effects: list[Effect]) -> None:
-        """Record what keeps a session in its process, as its worker claims. Requests to move it are tried anyway."""
+        """Record what keeps a session in its process, according to its worker. Requests to move it are tried anyway."""
         lease = self._store.parkable.get(event.lease_id)
         if lease is not None and lease.park is not None:
             lease.park.claimed_stay = event.reason

@@ -1,4 +1,4 @@
-"""The parts of the lease table that outlive its process: records that the journal keeps, and a new table starts from.
+"""The parts of the lease table that outlive its process: the journal keeps them, and a new table starts from them.
 
 Times are monotonic nanoseconds (CLOCK_MONOTONIC), which all processes of one boot of the host share.
 """
@@ -40,7 +40,7 @@ class LeaseRow(NamedTuple):
         parked_ns: Time since which its session's bytes are off the card; 0 if they are on it.
         wait_ms: Longest wait of a parkable lease's session for room to return.
         is_cold: Whether its session has no worker, or one that may not have restored it completely yet.
-        misfit: As in ParkState: without it, the next table would send the session to another worker with none kept.
+        misfit: As in ParkState: without it, the next table would move the session without keeping its former worker.
     """
 
     lease_id: int

@@ -535,9 +535,9 @@ class LeasePhase:
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
-        """The part of the phase that causes a notice when it changes.
+        """The part of the phase whose change causes a notice.
 
-        It does not include the time left of an active lease.
+        It does not include the remaining time of an active lease.
         """
         return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, CARD_DRAINS, UNCONNECTED) else None
 

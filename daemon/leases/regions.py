@@ -85,7 +85,7 @@ class RegionViews:
         return tuple(number for number, region in regions.items() if region.state is not RegionState.RETURNED)
 
     def lease_ids_of(self, tenant: str | None) -> tuple[int, ...]:
-        """Return the ids of a tenant's live leases, and of those that contain its regions; None: of all live leases."""
+        """The ids of a tenant's live leases and of the leases that contain its regions; for None, of all leases."""
         live = self._store.live
         if tenant is None:
             return tuple(live)
@@ -112,7 +112,7 @@ class RegionViews:
         return 0 if lease is None else lease.region_bytes
 
     def allowed_bytes(self, lease_id: int) -> int:
-        """Return the bytes that a live lease's session may hold on its card while its fenced regions are proved.
+        """Return the bytes that a live lease's session may hold on its card while its fenced regions are proved free.
 
         That is its charge less the bytes that its fenced regions have released. A region with a lasting fence keeps its
         bytes.
@@ -240,7 +240,7 @@ class Regions(RegionViews):
             self._end(region, Cause.REVOKED, event.reason, now_ns, effects)
 
     def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, effects: list[Effect]) -> None:
-        """Have launches in an active region refused or accepted again."""
+        """Make the session refuse launches in an active region, or accept them again."""
         region = self._store.regions.get(event.region_id)
         denial = self._store.denial_without_access(event.region_id, event.tenant, event.is_operator)
         if region is not None and denial is None:
@@ -365,13 +365,13 @@ class Regions(RegionViews):
             self._end(region, Cause.EXPIRED, "it was not renewed in time", now_ns, effects)
 
     def on_ended(self, event: events.RegionEnded, now_ns: int, effects: list[Effect]) -> None:
-        """Return the memory that the worker removed if the driver shows it free; otherwise have the card polled."""
+        """Return the memory that the worker removed if the driver shows it as free; otherwise have the card polled."""
         match = self._find(event.region_id)
         if match is None:
             return
         lease, region = match
         if region.state is RegionState.ACTIVE and region.is_restored:
-            # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
+            # The earlier daemon changed the region's word, and was killed before it recorded that in the journal.
             self._change_word(
                 region, Cause.REVOKED, "it had ended before the daemon was restarted", now_ns, effects, None
             )
@@ -455,7 +455,7 @@ class Regions(RegionViews):
     # --- with the lease ---
 
     def end_with_lease(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        """End the regions of a lease that was ended. The proof of the lease's bytes is also the proof of theirs."""
+        """End the regions of a lease that was ended. The proof of the lease's bytes covers theirs."""
         for region in lease.slots.values():
             region.end_due_ns = None
             if region.state in _LIVE and lease.cause is not None:
@@ -508,7 +508,7 @@ class Regions(RegionViews):
             self._store.return_region(self._store.live[region.lease_id], region, Trigger.FENCE_CLEARED, now_ns)
         return tuple(region.region_id for region in cleared)
 
-    # --- an earlier table's ---
+    # --- regions of an earlier table ---
 
     def on_restored(self, event: events.RegionRestored, now_ns: int, effects: list[Effect]) -> None:
         """Add a region of an earlier table. The region continues if its lease continues."""

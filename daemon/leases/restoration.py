@@ -1,7 +1,7 @@
 """Restoration: a new table takes over the state of an earlier one, before anything else happens.
 
 1. An ACTIVE lease with a live worker continues with its deadline and generation. If its time is over, it expires.
-2. A lease without its worker, or that was DRAINING, ends as if that happened now. It keeps its earlier cause.
+2. A lease that has lost its worker, or that was DRAINING, ends as if that happened now. It keeps its earlier cause.
 3. A FENCED slice stays fenced. If its card is missing, no bytes are held, and the fence waits in the journal.
 4. An unknown worker is killed, and its bytes are held until they are proved free. The same applies to a worker that an
    ended lease left (the lease does not end a second time), and to an additional worker of a lease (the lease continues
@@ -105,8 +105,8 @@ class Restoration:
             self._pool.drop_earlier_context(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, effects)
         elif event.beside_lease_id or event.worker_id in self._store.ended:
             self._pool.drop_leftover_worker(event, now_ns, effects)
-        # The worker of a lease that no client knows, because its grant was not reported. A lease without a tenant holds
-        # its bytes through the normal teardown.
+        # This is the worker of a lease that no client knows, because its grant was not reported. A lease without a
+        # tenant holds its bytes through the normal teardown.
         else:
             lease = Lease(
                 lease_id=event.worker_id,

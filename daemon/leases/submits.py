@@ -308,8 +308,8 @@ class Submits(SubmitViews):
             return False
         account = self._store.account_by_uuid[lease.card_uuid]
         overhead_bytes = account.card.overhead_bytes
-        # Borrow room from the card for the submit's context, unless a waiter holds the card. Otherwise the context is
-        # paid for from the slice, which must be larger than one context.
+        # Borrow room from the card for the submit's context, unless a waiter holds the card. Otherwise the slice is
+        # charged for the context, and must be larger than one context.
         is_held_back = account.card.uuid in self._store.queue.held_cards()
         is_lent = not is_held_back and account.has_room_for_context(overhead_bytes if is_warm else 0)
         if not is_lent and lease.terms.size_bytes <= overhead_bytes:
@@ -407,7 +407,7 @@ class Submits(SubmitViews):
         if submit.state is SubmitState.ENDING:
             return
         denial = denials.not_started(submit.lease_id, event.reason)
-        # A cause that is a time limit is reported to the submit's client as a timeout.
+        # The submit's client gets a timeout if the cause is a time limit.
         if submit.state is SubmitState.RUNNING:
             submit.is_timed_out = event.cause.row.is_time_limit
         self._end(submit, event.cause, event.reason, denial, now_ns, effects)
@@ -486,7 +486,7 @@ class Submits(SubmitViews):
         self._start_reclaim_clock(submit, now_ns, effects)
 
     def _start_reclaim_clock(self, submit: Submit, now_ns: int, effects: list[Effect]) -> None:
-        # One clock runs from the kill to the proof, so that a worker that dies late does not get a second one.
+        # One time limit runs from the kill to the proof, so that a worker that dies late does not get a second one.
         if submit.reclaim_due_ns is None:
             submit.reclaim_due_ns = now_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
             effects.append(

@@ -212,7 +212,7 @@ class LeaseTable:
         # Step 1: handle the event.
         self._handlers[type(event)](event, now_ns, effects)
         while True:
-            # Handle the requests that waited for a session which has returned.
+            # Handle the requests whose session has returned.
             if self._store.deferred:
                 for request in self.parking.deferred.take_ready(now_ns, effects):
                     with answered(request.request, effects):

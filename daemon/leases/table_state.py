@@ -70,8 +70,8 @@ class LeaseStore:
         region_requests: The region of each unanswered request for one, by request.
         ended_regions: The regions that were returned most recently, oldest first. They are separate from `ended`, so
             that a tenant that opens regions in a loop displaces no lease.
-        revoked: Every lease ever revoked, also after its tombstone was dropped.
-        cleared: Every lease with a fence that an operator cleared, also after its tombstone was dropped. Its memory was
+        revoked: Every lease ever revoked, even after its tombstone was dropped.
+        cleared: Every lease with a fence that an operator cleared, even after its tombstone was dropped. Its memory was
           never proved free.
         warm: Contexts of the pool, by id.
         left_by_lease: The workers that the session of a lease has left and that are in the pool, by lease and id.
@@ -91,8 +91,8 @@ class LeaseStore:
         with_claims: Live leases that are claimed, by name or for their bytes, by id.
         membership_deadline: The time until which claimed leases may be granted; None before the first heartbeat, and
           once the claims are lost.
-        drain_ns: Time at which the node's drain ends the remaining leases; None while there is none. A card's own is in
-            its account.
+        drain_ns: Time at which the node's drain ends the remaining leases; None while there is none. A card's own drain
+            is in its account.
         under_earlier_rules: Tenants that had a lease, or waited for one, when their bounds last changed; they keep
             those leases.
         has_freed_room: Whether bytes were released, or the queue became shorter, since the queue was last served.
@@ -222,10 +222,10 @@ class LeaseStore:
         return denials.revoked_long_ago(lease_id) if lease_id in self.revoked else denials.not_found(lease_id)
 
     def denial_unless_owner(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """Return the denial for a caller that is not the tenant of a lease or region and not an operator.
+        """Return the denial for a caller that is neither the tenant of a lease or region nor an operator, else None.
 
-        Returns None for those two. To other callers, a foreign lease and an unknown one look the same. The tenant of a
-        region's lease may know the region.
+        To other callers, a foreign lease and an unknown one look the same. The tenant of a region's lease may know the
+        region.
         """
         # Most callers are the tenant of a live lease, which needs no snapshot.
         if (live := self.live.get(lease_id)) is not None and live.tenant == tenant:
@@ -283,7 +283,7 @@ class LeaseStore:
                 effects.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))
 
     def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
-        """Return the denial if a tenant's leases and queued acquires, with `more_bytes` more, exceed its bound."""
+        """Return the denial if a tenant's leases and queued acquires, plus `more_bytes`, exceed its bound."""
         # Queued acquires count too, or a tenant could exceed its bound by waiting.
         bound = self.limits.tenants.of(tenant).max_vram_bytes
         tenant_bytes = self.bytes_by_tenant.get(tenant, 0) + self.queue.bytes_of(tenant)

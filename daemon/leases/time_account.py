@@ -214,12 +214,12 @@ class RoundTimes:
 
 
 def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Iterator[Span]:
-    """Yield the spans in which `busy_ns` of busy time are between two samples, the latest first."""
+    """Yield the spans between two samples over which `busy_ns` of busy time are spread, the latest first."""
     if busy_ns >= until_ns - from_ns:
         yield from_ns, until_ns, 1.0
         return
-    # Two intervals have a known position: the current one and the one before. A worker may lie about both, so cut each
-    # to the busy time that is left.
+    # Two intervals have a known position: the current one and the one before. Either claim may be false, so cut each to
+    # the busy time that is left.
     end_ns, rest_ns = until_ns, busy_ns
     intervals = ((claim.busy_since_ns, until_ns), (claim.last_busy_from_ns, claim.last_busy_until_ns))
     for begin_ns, finish_ns in intervals:

@@ -1,4 +1,4 @@
-"""How much of a card's time each session may use next: computes the limits on the control pages. Does no I/O.
+"""Computes how much of a card's time each session may use next, as limits for the control pages. Does no I/O.
 
 A card's time is shared if a lease has a weight, a tenant has `max_share`, a lease is of the latency class, or `[limits]
 shares_time` is set. Otherwise nothing is limited. The rules, in every round:
@@ -20,10 +20,10 @@ shares_time` is set. Otherwise nothing is limited. The rules, in every round:
    A part is GPU time, but a worker counts busy time. Sessions that are busy at the same time share the card equally, so
    a session that takes no turns is busy until its share of that time has reached its part. The session that finishes
    last needs no limit.
-5. While a latency session has work outstanding, others hold back. It is obeyed as long as its tenant stays within its
-   part by weights. While the tenant exceeds its part, the session is treated as an ordinary one.
+5. While a latency session has work outstanding, others hold back. They do so as long as its tenant stays within its
+part by weights. While the tenant exceeds its part, the session is treated as an ordinary one.
 
-A worker's claims may be false. If it claims too much busy time, that is taken from its tenant's own part. A claim to be
+A worker's claims may be false. If it claims too much busy time, its tenant's own part is charged for it. A claim to be
 held back counts only if the busy time has reached the allowance.
 """
 
@@ -58,9 +58,9 @@ LAPSE_NS: Final = 10 * ROUND_NS
 back."""
 
 LATENCY_QUEUE_NS: Final = 30 * NS_PER_US
-"""Longest queue of outstanding work with which another session may still begin more work, on a card with an open
-latency session: two to three kernels of 20 us, or one of 100 us and the next shortly before its end. A latency session
-may have to wait for this work.
+"""Longest outstanding work with which an ordinary session may still begin more work while the card has an open latency
+session: two to three kernels of 20 us, or one of 100 us and the next shortly before its end. A latency session may have
+to wait for this work.
 """
 
 LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
@@ -190,10 +190,10 @@ class TimeShares:
             more_ns: Time since the last round.
             sessions: The latency sessions of the card, all sessions of `debtors`, and all others that are not idle,
                 after a sample at `now_ns`. Idle ones have `idle_limits`.
-            weights: The weight of each tenant: the largest of its sessions on the card, idle ones included; 1 for one
-                in debt without an entry.
+            weights: The weight of each tenant: the largest of its sessions on the card, idle ones included; 1 for a
+                tenant in debt without an entry.
             caps: The largest part of the card, above 0 and at most 1, of each tenant that has one.
-            used_ns: For how long the card was used since the last round.
+            used_ns: Time for which the card was used since the last round.
             shares: Whether the card's time is shared by weights; False if only caps and the latency class apply.
         """
         by_tenant: dict[str, list[SharedSession]] = {}
@@ -310,7 +310,7 @@ class TimeShares:
         round_ns: int,
         possible_ns: float,
     ) -> dict[int, float]:
-        """Return the GPU time until the next round for each of a tenant's sessions that is limited.
+        """Return the GPU time until the next round for each limited session of a tenant.
 
         `possible_ns`: The part that a tenant in debt would get if it wanted the whole card.
         """
@@ -369,7 +369,7 @@ class TimeShares:
         *,
         shares: bool,
     ) -> dict[str, float]:
-        """Reduce the debts of tenants that do not want all that they could have, or that have no session any more.
+        """Reduce the debts of tenants that do not want all that they could have, or that no longer have a session.
 
         Returns what each tenant in debt could have: the part that it would get if it wanted the whole card.
         """
@@ -428,7 +428,7 @@ class TimeShares:
     def _settle(
         self, more_ns: int, by_tenant: Mapping[str, Sequence[SharedSession]], caps: Mapping[str, float]
     ) -> None:
-        """Add to each balance its part of the last round less the time that was used."""
+        """Add to each balance the part of the last round less the time that was used."""
         spent = {session.session: self._spent_ns(session, more_ns) for own in by_tenant.values() for session in own}
         used = {tenant: sum((spent[session.session] for session in own), 0.0) for tenant, own in by_tenant.items()}
         # If its cap limited a tenant, the tenant's part is a fraction of the wall time. All other parts are fractions
@@ -460,7 +460,7 @@ class TimeShares:
         return max(0.0, session.time.more_gpu_ns - SWITCH_NS * more_ns / self._turns[session.session].period_ns)
 
     def _even_out(self, balances_ns: dict[Key, float], used: Mapping[Key, float]) -> None:
-        """Settle among several: add to each its part of the time that all used together, less the time that it used."""
+        """Settle balances: add to each its part of the time that all used together, less the time that it used."""
         if len(used) == 1:
             # The others got their demands, so neither a debt to them nor a credit from them should last.
             (tenant,) = used
@@ -471,9 +471,9 @@ class TimeShares:
             tenant: (used_ns * self._parts[tenant] / parts_ns if parts_ns else own_ns) - own_ns
             for tenant, own_ns in used.items()
         }
-        # Credits are cut at MAX_CREDIT_NS, and then the debts exceed them. What debtors pay of this excess is nobody's
-        # credit, so whoever uses that time gets no debt for it: the debtors would be next to another debtor at once,
-        # and would never pay the rest.
+        # Credits are cut at MAX_CREDIT_NS, and then the debts exceed them. What debtors pay of this excess is credited
+        # to nobody, so whoever uses that time gets no debt for it. Otherwise a new debtor would appear at once, and the
+        # old ones would never pay the rest.
         excess_ns = -sum(balances_ns[tenant] for tenant in used)
         paid_ns = sum(max(0.0, min(more_ns[tenant], -balances_ns[tenant])) for tenant in used)
         new_debts = {

@@ -96,7 +96,7 @@ class _TurnUse:
 
     Attributes:
         patience_ns: Time of its turns that it may still leave unused before it loses them.
-        next_bar_ns: For how long it then gets no turns.
+        next_bar_ns: How long it gets no turns once it has lost them.
         barred_until_ns: Time until which it gets no turns.
         last_turns_ns: When it last had turns.
     """
@@ -254,7 +254,7 @@ class Turns:
         busy_ns, held_ns = taker.time.busy_ns - busy_ns, taker.time.held_ns - held_ns
         due_ns = schedule.time_between(self._since_ns, now_ns)
         # Only idle time within its turns matters. A session may work while one of its launches is held back, so this is
-        # the least time for which it can have been idle.
+        # the shortest time for which it can have been idle.
         unused_ns = max(0, due_ns - busy_ns)
         idle_ns = min(unused_ns, max(0, now_ns - self._since_ns - busy_ns - held_ns))
         earned_ns = min(due_ns * _MOST_IDLE - idle_ns, due_ns * _MOST_LATE - unused_ns)

@@ -1,7 +1,7 @@
 """The queue of the acquires and parked sessions that wait for room.
 
-After each released lease the queue is searched for the first waiter that can be placed. The waiters are indexed by what
-decides where they fit, so that a search that finds none does not grow with their number.
+After each released lease the queue is searched for the first waiter that can be placed. The waiters are indexed by the
+properties that decide where they fit, so that the cost of a search that finds none does not grow with their number.
 """
 
 from bisect import bisect_left, insort
@@ -33,7 +33,7 @@ class WaiterSnapshot:
 
 
 class HoldGroup(NamedTuple):
-    """What decides which cards a waiter holds: waiters of one group hold the same cards, or all of them hold none."""
+    """The properties that decide which cards a waiter holds: all waiters of a group hold the same cards, or none."""
 
     tenant: str
     candidates: tuple[CardAccount, ...]
@@ -116,7 +116,7 @@ class Waiter:
 
 
 class WaiterShape(NamedTuple):
-    """What decides where a waiter fits, besides its size.
+    """The properties, besides the size, that decide where a waiter fits.
 
     Of two acquires of one shape, the smaller one fits wherever the larger one does.
     """
@@ -178,7 +178,7 @@ class WaitersOfShape:
             # How many bytes a parked session needs does not depend on its lease's size alone, so compare each.
             waiters = [entry for waiters in self._by_size.values() for entry in waiters.items()]
             return min(((number, one) for number, one in waiters if one.fits(allowed)), default=None)
-        # All sizes up to the largest one that fits on any card fit. Mostly not even the smallest one does.
+        # All sizes up to the largest one that fits on any card fit. Usually not even the smallest one does.
         sizes, fitting = self._sizes, 0
         for account in allowed:
             if fitting == len(sizes):

@@ -387,7 +387,7 @@ class WarmPool:
         self._drop(context, "it was created by the previous daemon", now_ns, effects)
 
     def drop_leftover_worker(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
-        """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
+        """Drop a worker that an ended lease left, or an extra one, holding its bytes until they are proved free.
 
         The lease's own bytes were proved free before, or an operator cleared its fence. The bytes are held under a new
         id.

@@ -40,7 +40,7 @@ SUBMIT_WAIT_S: Final = 10.0
 submit that has answered exits in a moment. The wait is shorter than a client's, so that the client gets the reason."""
 
 SUBMIT_POLL_S: Final = 0.1
-"""Seconds between two checks whether that worker has exited."""
+"""Seconds between two checks for that worker's exit."""
 
 _SUBMIT_RUNS: Final = Failure(
     Status.BUSY,
@@ -58,7 +58,7 @@ class _Attempt:
         submit: The submit that waits for the connection; None for an ATTACH.
         guest: The limits of a connection that attaches with a token.
         is_stranger: Whether the peer may be someone other than the lease's tenant. Set before the hand-over.
-        wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock. 0.0 before the wait begins.
+        wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock; 0.0 before the wait begins.
     """
 
     request: Request
@@ -119,7 +119,7 @@ class AttachHandler:
 
     def check(self, request: Request) -> Guest | None:
         """Return the limits of a connection that attaches with a token. Raises Refused unless the peer may attach."""
-        # Begin with the check that costs and reveals least: the peer's rights, then the lease, then the token.
+        # Begin with the checks that cost and reveal least: the peer's rights, then the lease, then the token.
         self._caller.check_peer(request.op)
         lease = self._runtime.table.get(request.session_id)
         if lease is not None and lease.parent_id:

@@ -1,8 +1,8 @@
 """LEASE_ALLOC, LEASE_RENEW, LEASE_FREE and LEASE_NOTE: tenants' requests about their leases and regions.
 
-A client that asks again with the request id of an acquire that is still open takes it over: the later connection gets
-the answer, and nothing is requested twice. An acquire is open until its grant is durable, even if its client has
-disconnected by then. If the grant was answered, by this daemon or an earlier one, the client gets the lease again.
+A client that repeats the request id of an open acquire takes the acquire over: the later connection gets the answer,
+and nothing is requested twice. An acquire is open until its grant is durable, even if its client has disconnected by
+then. If the grant was answered, by this daemon or an earlier one, the client gets the lease again.
 """
 
 import secrets
@@ -137,7 +137,7 @@ class LeaseHandler:
         lease_id, permission = body.lease_id, SPECS[request.op].needs.permissions
         region = self._runtime.table.get(lease_id)
         if region is not None and region.parent_id and not self._tokens.permits(lease_id, permission):
-            # Without a token for the region, one that permits renewing its lease, or opening regions in it, is enough.
+            # A token that permits renewing the region's lease, or opening regions in it, is enough.
             lease_id, permission = region.parent_id, permission | SPECS[Opcode.REGION_OPEN].needs.permissions
         self._tokens.check_demand(Demand.RENEW, lease_id, permission)
         tenant = self._tokens.acting_tenant(lease_id, permission)

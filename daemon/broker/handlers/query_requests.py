@@ -99,7 +99,7 @@ class QueryHandler:
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
         """Serve LEASE_SUBSCRIBE. The first event follows the reply."""
         # A subscription to every lease shows the same leases as a list. A subscription to a single lease shows the same
-        # as a query, also to a caller with the lease's token.
+        # as a query, even to a caller with the lease's token.
         is_every = body.lease_id == EVERY_LEASE
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):
@@ -155,7 +155,7 @@ class NodeHandler:
         self._is_scraping = False
 
     def metrics(self, request: Request, body: messages.Empty) -> None:
-        """Serve METRICS: one text at a time, so that a peer that never reads has only one waiting."""
+        """Serve METRICS, one text at a time: a peer that never reads has only one waiting text."""
         if self._is_scraping:
             raise Refused(
                 Failure(

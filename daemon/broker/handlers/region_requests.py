@@ -93,7 +93,7 @@ class RegionHandler:
             )
         permission = SPECS[request.op].needs.permissions
         tenant = self._tokens.acting_tenant(body.lease_id, permission)
-        # A token for the lease that contains the region serves as well as one for the region.
+        # A token for the region's lease is as good as one for the region.
         region = self._runtime.table.get(body.lease_id)
         if tenant == self._peer.tenant and region is not None and region.parent_id:
             tenant = self._tokens.acting_tenant(region.parent_id, permission)

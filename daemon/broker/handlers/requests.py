@@ -100,7 +100,7 @@ class RequestDispatcher:
             if request.op in NEEDS_MEMORY:
                 self._caller.need_memory()
             serve(self.handler(kind), request, request.body)
-        # Refused before the table saw it, so the log, the audit log and the metrics learn of it here.
+        # The table has not seen this request, so log it and count it here.
         except Refused as refused:
             lease_id = getattr(request.body, "lease_id", 0)
             peer, failure = self._caller.peer, refused.failure
@@ -122,7 +122,7 @@ class RequestDispatcher:
                 existing.leave()
 
     def close(self) -> None:
-        """Leave, and stop counting the connection for any lease. No request may follow."""
+        """Abandon everything, and stop counting the connection for any lease. No request may follow."""
         self.leave()
         self._runtime.connections.leave(self._connection)
         # Handlers refer to the connection and its read buffer. Without this, only Python's collector would free both,
