@@ -89,8 +89,7 @@ class FleetClaims(Protocol):
         """
 
     def release(self, name: str, epoch: int) -> None:
-        """End a claim, because its lease is completely over. Has no effect on a missing claim or a later one of the
-        name."""
+        """End a claim, because its lease is completely over. Does nothing if it is missing or a later one."""
 
     def on_fenced(self) -> None:
         """Record that a claimed lease has ended FENCED: its claims remain until an operator clears the fence."""
