@@ -26,8 +26,8 @@ class CleanUp:
     """An object that must be released if the call that makes it is interrupted.
 
     Attributes:
-        is_due: Whether the call was interrupted and the object has not been released yet. is_settled: Whether nothing
-            remains to be done: the program has the object, or it was released.
+        is_due: Whether the call was interrupted and the object has not been released yet.
+        is_settled: Whether nothing remains to be done: the program has the object, or it was released.
     """
 
     def __init__(self) -> None:

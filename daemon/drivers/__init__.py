@@ -1,1 +1,1 @@
-"""Drivers, with which a worker computes: the interface, and the two drivers that implement it."""
+"""Drivers, through which a worker uses a card: the interface, and its two implementations."""

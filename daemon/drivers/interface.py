@@ -58,7 +58,7 @@ class ImageRejected(DriverError):
 
 
 class ImageMismatch(DriverError):
-    """Something in a session's image would be different, or at another address, than in the context that it left."""
+    """Something in a session's image would differ, or have another address, from the context that it left."""
 
 
 class LaunchRejected(DriverError):
@@ -72,7 +72,7 @@ class KernelFault(DriverError):
         tag: The tag of its launch, 0 if the driver can't determine it.
         kernel: The kernel's name, "" if the driver can't determine it.
         address: The faulting device address, or None.
-        context_lost: The context can't be used any more (CUDA's sticky errors).
+        context_lost: The context can no longer be used (CUDA's sticky errors).
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DriverKernel(Protocol):
 
     @property
     def max_threads_per_block(self) -> int:
-        """The most threads that a block of this kernel may have."""
+        """The maximum number of threads in a block of this kernel."""
 
     @property
     def kept_bytes(self) -> int:
@@ -172,7 +172,7 @@ class DriverModule(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """The part of `device_bytes` in pages shared with other modules. They may stay until the last is unloaded."""
+        """The part of `device_bytes` in pages shared with other modules, which stay until the last one is unloaded."""
 
     @property
     def kept_bytes(self) -> int:
@@ -656,15 +656,15 @@ class Context(Protocol):
         """
 
     def lend_ring(self, ring: "CopyRing") -> "RingEnd":
-        """Lend the pages of such a session through a ring, for a context that can't read this card's memory.
+        """Lend the pages as `lend_pages` does, but through a ring, for a context that can't read this card's memory.
 
-        Returns the end that fills the ring. Nothing may use the pages until it is over or settled.
+        Returns the end that fills the ring. Nothing may use the pages until that end is over or settled.
         """
 
     def why_stays(self) -> str:
-        """Return why another process could not have this context's state; "" if one could. It need not be parked.
+        """Return why another process could not take over this context's state; "" if one could.
 
-        Calls no driver function, so `parked_state` may find reasons that this does not.
+        The context need not be parked. Calls no driver function, so `parked_state` may find reasons that this does not.
         """
 
     def parked_state(self) -> bytes:

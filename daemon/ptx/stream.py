@@ -93,8 +93,8 @@ class Helpers:
     """The helper threads of one stream; none runs until `start`.
 
     Args:
-        environments: Address of the environments in which blocks run. hosts: Number of threads that run blocks,
-            including the stream's thread.
+        environments: Address of the environments in which blocks run.
+        hosts: Number of threads that run blocks, including the stream's thread.
     """
 
     def __init__(self, environments: int, hosts: int) -> None:
@@ -170,8 +170,8 @@ class LaunchQueue:
     """A queue of launches that run in order. Only one thread of the caller uses it.
 
     Args:
-        environments: Address of the environments in which blocks run. hosts: Number of threads that run the blocks of a
-            launch.
+        environments: Address of the environments in which blocks run.
+        hosts: Number of threads that run the blocks of a launch.
         prints: Address of the head of the buffer to which kernels print.
 
     Attributes:

@@ -161,7 +161,7 @@ class PinnedBuffers:
 
     def buffer_of(self, data: memoryview) -> PinnedBuffer | None:
         """Return the buffer that contains these bytes; None if they are not in a pinned buffer."""
-        # `obj` of a memoryview is the whole mapping that it was made from, also when it shows only a part.
+        # `obj` of a memoryview is the whole mapping that it was made from, even when it shows only a part.
         memory = data.obj
         for buffer in self._buffers:
             if buffer.memory is memory:
@@ -745,7 +745,7 @@ class SendBuffer:
     def __init__(self, unsent: bytes | memoryview) -> None:
         # Copy it, because the session may overwrite the reply's memory with the next reply.
         self.unsent = memoryview(bytes(unsent))
-        # Number of unsent bytes when the peer last completed a step of STEP_BYTES, and when that was.
+        # Number of unsent bytes when the peer last completed a step of STEP_BYTES, and the time of that.
         self._step_bytes = len(self.unsent)
         self._step_s = time.monotonic()
 

@@ -6,8 +6,8 @@ kernels may use them. A request waits for that work, for a bounded time, only if
 endless kernel keeps them until the lease ends, or until the kernel exceeds the lease's maximum run time; until then
 they count as used.
 
-A client of an earlier version does not request this: the objects of its connection have no holder, and stay until
-MEM_RESET or the lease's end. Allocations that are kept by name also stay, because the lease holds them.
+A client of an earlier version does not request this release: the objects of its connection have no holder, and stay
+until MEM_RESET or the lease's end. Allocations that are kept by name also stay, because the lease holds them.
 """
 
 import math

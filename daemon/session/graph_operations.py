@@ -274,7 +274,7 @@ class GraphOperations(OperationHandler):
         return self._last_number
 
     def recorded(self) -> list[tuple[int, bytes, Holder]] | None:
-        """Return number, GRAPH_CREATE and holder of all graphs; None if one of them can't be replayed any more."""
+        """Return number, GRAPH_CREATE and holder of all graphs; None if one of them can no longer be replayed."""
         if any(
             session_graph.void is not None or session_graph.holder is None for session_graph in self._graphs.values()
         ):
@@ -286,7 +286,7 @@ class GraphOperations(OperationHandler):
         ]
 
     def restore(self, number: int, payload: bytes) -> None:
-        """Make a graph again that the session had in another process, for `ledger.holder`. Raises ImageMismatch."""
+        """Recreate, for `ledger.holder`, a graph that the session had in another process. Raises ImageMismatch."""
         self._last_number = number - 1
         self._gate.is_restoring = True
         try:

@@ -56,7 +56,7 @@ class HugeMapping:
         # A mapping beyond the file's end would kill its reader with SIGBUS.
         if os.fstat(fd).st_size < size_bytes:
             raise OSError(errno.EINVAL, f"the file has fewer than {size_bytes} bytes")
-        # Step 1: reserve addresses for one huge page more. Step 2: map the file at the first aligned address in them.
+        # Step 1: reserve addresses for one more huge page. Step 2: map the file at the first aligned address in them.
         self._reserved = size_bytes + _HUGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._start = map_memory(None, self._reserved, _PROT_NONE, flags, -1)
@@ -81,7 +81,7 @@ class HugeMapping:
         return "" if error in (0, errno.EINVAL) else os.strerror(error)
 
     def give_back(self, start: int, size_bytes: int) -> None:
-        """Return a part's memory to the host now; where the kernel can't, the host has it once the file is closed."""
+        """A part's memory to the host now; where the kernel can't, the host gets it back once the file is closed."""
         advise_memory(self.address + start, size_bytes, _REMOVE)
 
     def close(self) -> None:

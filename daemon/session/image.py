@@ -78,7 +78,7 @@ class SessionParts:
             raise CantLeave(why, is_lasting=True)
 
     def why_stays(self) -> str:
-        """Return the object because of which no other process could continue the session; "" if one could."""
+        """Describe the object that prevents another process from continuing the session; "" if there is none."""
         if self.graphs.recorded() is None:
             return "it has a graph that uses something that no longer exists"
         return self.resources.context.why_stays()

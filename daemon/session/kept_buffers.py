@@ -1,7 +1,7 @@
 """Allocations that outlive the connection that made them: each has a name, and the lease holds it.
 
-Programs that run one after the other on a lease can thus pass memory on. A name ends when its allocation is freed,
-replaced by another (MEM_REUSE), or taken over by a connection.
+So programs that run one after another on a lease can pass memory on. A name ends when its allocation is freed, replaced
+by another (MEM_REUSE), or taken over by a connection.
 """
 
 from typing import Final

@@ -47,8 +47,8 @@ from gpulease.protocol.messages import Launch, Printed
 from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 
 MAX_PLANS: Final = 4096
-"""Maximum number of plans that are kept. Plans don't help a tenant that never launches the same shape twice, but its
-worker's memory stays bounded."""
+"""Maximum number of plans that are kept. It bounds the worker's memory for a tenant that never launches the same shape
+twice."""
 
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
@@ -88,7 +88,7 @@ class LaunchOperations(OperationHandler):
         body, region_set, position = split_regions(payload)
         if not region_set and self._needs_set:
             raise no_set()
-        # No plan is expected to be followed by a LAUNCH_WITH, because native code can't launch with attributes.
+        # A LAUNCH_WITH is never expected to follow a plan, because native code can't launch with attributes.
         plan, args = self._planner.find(body, Opcode.LAUNCH_WITH)
         if region_set:
             self._gate.admit(region_set, position, plan.kernel.name)

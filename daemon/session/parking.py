@@ -1,6 +1,6 @@
 """Parks a session: its bytes are moved from the card to host memory, and back before its next request is served.
 
-The broker orders both moves. The worker makes them between two requests, in its own thread. While the session is
+The broker orders both moves. The worker carries them out between two requests, in its own thread. While the session is
 parked, the server holds every connection that sends something, and asks the broker for the return (server.py). So
 neither native code nor an operation ever runs on a parked session, and a session that is not parked pays nothing.
 
@@ -645,7 +645,7 @@ class SessionParking:
         return 0 if time.monotonic_ns() - self._pumped_ns < PUMP_AWAKE_NS else 1
 
     def end_lending(self) -> None:
-        """Lend no pages any more. From now on the context may be used again."""
+        """Stop lending pages. From now on the context may be used again."""
         lending, self._lending = self._lending, None
         if lending is not None:
             ring, end = lending

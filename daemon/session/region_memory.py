@@ -8,8 +8,8 @@ is over:
 1. Wait for the launches and copies that named the region to end, in all streams. If they don't end within the grace,
    the worker reports that, and the broker ends the lease.
 2. Wait for all other work to end, but for QUIET_WAIT_NS at most. A kernel that uses the region without having named it
-   should not run at the moment when the region's memory is replaced: on CUDA that can cost the context. During this
-   wait the card zeroes the memory that will replace the region's.
+   should not run when the region's memory is replaced: on CUDA that can destroy the context. During this wait the card
+   zeroes the memory that will replace the region's.
 3. Wait until the tenant's next launch has been refused and the refusal reported, but for REFUSAL_WAIT_NS at most:
    removing memory keeps the worker busy for longer than both of these take.
 4. The driver removes the memory, and the worker reports it.
@@ -397,7 +397,7 @@ class RegionMemory:
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
             end.quiet_ns = now_ns + QUIET_WAIT_NS
             self._spin_until_ns = now_ns + SPIN_NS
-        # A refusal that came in time has REFUSAL_WAIT_NS more to be reported.
+        # A refusal that came in time gets REFUSAL_WAIT_NS more to be reported.
         refusal_deadline_ns = end.refusal_deadline_ns + (REFUSAL_WAIT_NS if end.region.is_reported else 0)
         is_reported = now_ns >= refusal_deadline_ns or (end.region.is_reported and not self._keeps_failure())
         is_quiet = not end.waits or now_ns >= end.quiet_ns

@@ -3,9 +3,9 @@
 `Session` checks for every request, in this order: the control page, which shows whether the lease has expired or been
 revoked; a failure of an earlier quiet request that is still to be reported; the opcode and the session id; and the
 operation's own conditions. When a quiet request fails, the session keeps its failure and skips the requests after it.
-The next request that has a reply is not executed either: its reply reports the failure. After a fault that cost the
-context, every later reply reports that fault. A guest's PING reports the failure of that guest's own requests and no
-other.
+The next request that has a reply is not executed either: its reply reports the failure. After a fault that destroyed
+the context, every later reply reports that fault. A guest's PING reports the failure of that guest's own requests and
+no other.
 
 A session knows frames and the driver, but no sockets.
 """
@@ -97,7 +97,7 @@ class Session:
         take_printed: Returns and clears what kernels have printed, and says whether some of it was lost.
 
     Attributes:
-        lost: The fault that cost the context; None while the context works.
+        lost: The fault that destroyed the context; None while the context works.
         arena: The session's arena, and the copies from and to it.
         pinned_buffers: Pinned memory that connections may receive large writes into.
         streams: The streams of all connections.
@@ -462,7 +462,7 @@ class Session:
         return int(self._counters[_LAUNCHES]) - max(self._synced_launches, self._fast_path.synced)
 
     def _take_failure(self) -> Failure | None:
-        """Return the failure to report now. Each is reported once, unless it cost the context."""
+        """Return the failure to report now. Each is reported once, unless it destroyed the context."""
         if self.lost is not None:
             return self.lost
         # No request has failed, but a kernel may have faulted.
@@ -555,7 +555,7 @@ class Session:
     def prepare_connection(self, *, is_stranger: bool) -> None:
         """Prepare for a connection.
 
-        `is_stranger`: it may belong to another tenant than this process's earlier leases.
+        `is_stranger`: Whether it may belong to a tenant other than that of this process's earlier leases.
         """
         # Otherwise a new tenant could find out by load times which images an earlier tenant had loaded.
         if is_stranger:

@@ -46,8 +46,8 @@ class LeftoverWorker:
     """A worker of an earlier daemon, as it is now, or as it was when it was reaped.
 
     Attributes:
-        page: The state of its lease's page. transfer: What the worker claims about its session; None if that is not
-            known.
+        page: The state of its lease's page.
+        transfer: What the worker claims about its session; None if that is not known.
         park_number: The number of the park in which its session is, as the worker reports it; 0 if it is not parked.
     """
 
@@ -181,7 +181,7 @@ def _with_session(
         best: The worker that has the session unless the workers say otherwise.
 
     Returns:
-        Whether there is such a worker, and that worker; None and `best` if only the journal can tell.
+        Whether there is such a worker, and that worker; None and `best` if only the journal shows it.
     """
     leased = [candidate for candidate in own if candidate.is_leased]
     serving = [candidate for candidate in leased if candidate.transfer is Transfer.SERVES]

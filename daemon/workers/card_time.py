@@ -45,7 +45,7 @@ SLOW_NS: Final = NS_PER_S
 part of the time, the account is exact, however long this is."""
 
 FAST_NS: Final = 50 * NS_PER_MS
-"""SLOW_NS while two or more sessions are each busy for only a part of the time, because their overlap within a sample
+"""The same time while two or more sessions are each busy for only a part of it, because their overlap within a sample
 is estimated."""
 
 LEAST_NS: Final = 10 * NS_PER_MS
@@ -289,7 +289,7 @@ class CardTimes:
         """Find how the time of a card is shared, by its members and their tenants' bounds."""
         tenants, absent = {member.tenant for member in card.members.values()}, card.shares.debtors
         rules = {tenant: limits.tenants.of(tenant) for tenant in tenants | absent}
-        # A tenant in debt that has no session any more keeps its last weight.
+        # A tenant in debt that no longer has a session keeps its last weight.
         last_weights = {tenant: card.weights.get(tenant, 1) for tenant in absent - tenants}
         card.weights = dict.fromkeys(rules, 1) | last_weights
         for member in card.members.values():
@@ -370,7 +370,7 @@ class CardTimes:
         page.set_time_account(TimeAccounted(int(use.gpu_ns), spent.busy_ns, spent.held_ns, now_ns))
 
     def _set_limits(self, card: _Card, now_ns: int) -> None:
-        # Sessions that ended during the round have no limits any more.
+        # Sessions that ended during the round no longer have limits.
         members, used = card.members, card.round
         # A tenant that owes time remains in the rounds while it is idle, because a pause must not end its debt.
         if debtors := card.shares.debtors:

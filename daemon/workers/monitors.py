@@ -145,7 +145,7 @@ class KernelWatchdog:
     def _verdict(self, worker: Worker, now_ns: int, round_away_ns: int) -> tuple[Cause, str] | None:
         """Return why a worker's session must end, if it must.
 
-        `round_away_ns`: For how long this process was away since the last round.
+        `round_away_ns`: For how long this process was stopped since the last round.
         """
         # Rule 1: by the worker's own figures, one kernel has run for longer than the lease allows.
         polled_ns, since_ns = (
@@ -192,10 +192,10 @@ class MemoryMonitor:
     """Condemns sessions that hold more of their card than was admitted.
 
     Allocations are counted before they are made, and the memory of modules and the local memory of kernels are computed
-    in advance (drivers/cuda). The monitor checks these by the card's figure for the process. It polls when the driver
-    may have taken more, and once a second. It also polls scrubbed contexts that wait for their next lease. A session
-    that holds too much is ended as OVER_SLICE. If the card gives no figure for a session in MAX_FAILED_POLLS polls, it
-    is ended as UNMEASURED.
+    in advance (drivers/cuda). The monitor checks these against the card's figure for the process. It polls when the
+    driver may have taken more, and once a second. It also polls scrubbed contexts that wait for their next lease. A
+    session that holds too much is ended as OVER_SLICE. If the card gives no figure for a session in MAX_FAILED_POLLS
+    polls, it is ended as UNMEASURED.
 
     Args:
         table: The leases.
@@ -464,7 +464,7 @@ class BytesProver:
 
 
 class CardWatch:
-    """Reports to the lease table, once a second, how much memory others than the daemon's workers hold on each card.
+    """Reports to the lease table, once a second, how much memory others than the daemon's workers hold per card.
 
     Cards are polled independently: one that does not answer delays no other.
     """
@@ -575,7 +575,7 @@ class Recycler:
         if worker.next_page is None or worker.has_answered:
             return  # No scrub was ordered, or the worker has answered before.
         worker.has_answered = True
-        # A connection that waits in the channel is of the old lease, and would be served after the scrub.
+        # A connection that waits in the channel belongs to the old lease, and would be served after the scrub.
         if not doubt and (held_bytes or worker.hand_overs):
             doubt = f"it still has {held_bytes} bytes and {counted(worker.hand_overs, 'connection')}"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))

@@ -89,7 +89,7 @@ class ParkOrders:
         self._stays: set[int] = set()
         # The counters of each watched session, as of the last poll.
         self._uses: dict[int, tuple[int, ...]] = {}
-        # What each worker claims to keep its session in its process, as of the last poll; none without a reason.
+        # Why each session can't leave its process, according to its worker at the last poll; absent without a reason.
         self._stays_claimed: dict[int, str] = {}
         self._rounds = PeriodicTask(self._poll_claims, USE_ROUND_S, self._on_fault)
 
@@ -205,8 +205,7 @@ class ParkOrders:
 
     def on_message(self, lease_id: int, message: messages.ParkReport) -> None:
         lease = self._table.get(lease_id)
-        # Numbers of orders are times, and each is greater than the last: after one from the future, the next might not
-        # fit a message.
+        # Orders' numbers are increasing times: after a number from the future, the next might not fit a message.
         if lease is None or message.number > time.monotonic_ns():
             return
         match message:

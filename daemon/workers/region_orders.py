@@ -89,8 +89,7 @@ class RegionOrders:
             self._condemn(order.lease_id, error)
             return
         if page is not None:
-            # Read the clock last: its time is that of the change of the word, from which the delay of refusals is
-            # measured.
+            # Read the clock last: the delay of refusals is measured from this time of the word's change.
             page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
 
     def _page(self, lease_id: int) -> BrokerRegionsPage | None:

@@ -107,7 +107,7 @@ class Workers:
         # For reaped workers with fenced bytes, by process id: the lease or warm context of the fence, and the card.
         self._fenced: dict[int, tuple[int, str]] = {}
         self._found_workers: dict[tuple[ZygoteClient, int], FoundWorker] = {}
-        # Until the `set_...` methods are called, there are only the start-up's workers, which run nothing.
+        # Until the `set_...` methods are called, the only workers are those of the start-up, which run nothing.
         self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
@@ -329,7 +329,7 @@ class Workers:
             self.kill(warm_id)
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Have a worker forked, or give the lease or submit to the warm worker with this number.
+        """Request a worker's fork, or give the lease or submit to the warm worker with this number.
 
         `WorkerReady` or `WorkerExited` follows, unless a warm worker hangs.
         """

@@ -217,7 +217,7 @@ class Worker:
         return True
 
     def resize(self, size_bytes: int) -> None:
-        """Record a slice's new size, also for the next broker."""
+        """Record a slice's new size, for the next broker as well."""
         self.spec = replace(self.spec, size_bytes=size_bytes, opened_bytes=self.spec.context_bytes)
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self.zygote.change(self.serial, self.spec, lambda: None)
@@ -268,7 +268,7 @@ class Worker:
     def note_end(self, reason: str) -> None:
         """Write on the page that clients map that the session's worker has died, unless it shows another end already.
 
-        If the daemon ends a lease, `refuse` writes the end; but a worker that dies by itself is not refused before.
+        If the daemon ends a lease, `refuse` writes the end; if a worker dies by itself, only this method does.
         """
         if self.regions is not None:
             cause = Cause.WORKER_DIED.value

@@ -305,7 +305,7 @@ class ZygoteClient:
         return self.is_current
 
     def stop(self) -> None:
-        """End the zygote, and with it all its workers. Nothing is called back."""
+        """End the zygote, and with it all its workers. No callback is called."""
         self._close_channel()
         # Reap a child. A zygote of an earlier daemon is another process's child, so only wait for its end.
         if self._process is not None:
@@ -392,8 +392,8 @@ class ZygoteClient:
             self._send(LivenessPing())
 
     def _send_or_drop(self, message: Message) -> None:
-        # A zygote that has ended needs no message. If the channel is full because the zygote does not read, then
-        # without the message it only keeps a record for too long.
+        # A zygote that has ended needs no message. If the channel is full because the zygote does not read, the lost
+        # message only makes it keep a record for too long.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self._send(message)
 

@@ -123,7 +123,7 @@ class CudaContext:
         self._leaves_traces = False
         # Whether a loaded module has kernels that call the driver's own functions.
         self._has_system_calls = False
-        # Each with its number in the history.
+        # The loaded modules, each with its number in the history.
         self._modules: dict[CudaModule, int] = {}
         self._history = ModuleHistory()
         # Bytes of modules' variables that come from another process, by address, until they are written.
@@ -306,7 +306,7 @@ class CudaContext:
         blocks, dropped = self._blocks, list[tuple[Any, int]]()
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
             dropped.append(blocks.drop_oldest())
-        # Parts of shared pages change without being released.
+        # Zeroing changes parts of shared pages that are not released.
         if dropped:
             self._pages.forget_ahead()
         # The driver may pass parts of their pages unchanged to this process's next lease, so they are zeroed first.
@@ -598,7 +598,7 @@ class CudaContext:
         return self._record(self._streams[stream])
 
     def event(self, stream: int) -> TimedEvent:
-        """Record an event that keeps the time (cuEventRecord)."""
+        """Record an event with its time (cuEventRecord)."""
         event = TimedEvent(self._call(cuda.Event))
         self._call(event.event.record, self._streams[stream])
         self._mark(stream)
@@ -928,8 +928,8 @@ class CudaContext:
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
             launches = self._launcher.state.launches
-            # CUDA does not say which launch it was. One launch since the last sync is the culprit; of several, only the
-            # last is known.
+            # CUDA does not say which launch it was. If there was one launch since the last sync, that was it; of
+            # several, only the last is known.
             work_text = "no launch was waiting for its end"
             if launches == 1:
                 work_text = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"

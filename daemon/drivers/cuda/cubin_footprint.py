@@ -218,7 +218,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
             if symbol.size:
                 variables[file.kept_name_of(symbol)] = bool(file.sections[index].flags & _WRITABLE)
     leaves_traces |= any(file.sections[index].flags & _WRITABLE for index in sizes if sizes[index])
-    # Step 3: add the sizes up. A large section has pages of its own. Small sections share pages, also with those of
+    # Step 3: add the sizes up. A large section has pages of its own. Small sections share pages, even with those of
     # other modules.
     own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
     shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)

@@ -1,9 +1,9 @@
-"""Recognise in PTX the kernels that may start while the launch before them ends (PTX ISA, griddepcontrol).
+"""Finds in PTX the kernels that may start while the launch before them ends (PTX ISA, griddepcontrol).
 
-A kernel that executes griddepcontrol.wait before it touches memory gives the same results if its blocks start while
-the launch before it still runs: they wait at that instruction until that launch is complete and its writes are visible.
-So a graph begins such a launch early, and the time between two kernels falls. The PTX shows which kernels do that; for
-machine code alone nothing is begun early.
+A kernel that executes griddepcontrol.wait before it touches memory gives the same results if its blocks start while the
+launch before it still runs: they wait at that instruction until that launch is complete and its writes are visible. So
+a graph begins such a launch early, which shortens the time between two kernels. The PTX shows which kernels do that;
+for machine code alone nothing is begun early.
 
 Before the wait, a kernel may read memory of which its tenant states that no launch of the graph writes it
 (EARLY_READS). If that is not true, only this tenant's results are wrong.
@@ -32,7 +32,7 @@ _LEFT_OUT: Final = re.compile(rb'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:[^"\\\n]++|\\.)*+
 """Comments and strings, both of which may contain anything."""
 
 _ENTRY: Final = re.compile(rb"\.entry\s++([\w$%]++)\s*+(?:\([^()]*+\))?+[^{};]*+\{")
-"""A kernel's head, with the brace that begins its body. It gives nothing back, so that its time is linear."""
+"""A kernel's head, with the brace that begins its body. It never backtracks, so that its time is linear."""
 
 _HARMLESS: Final = re.compile(
     rb"(?:@!?%[\w$]+\s+)?(?:(?:mov|cvt|cvta|add|sub|mul|mad|div|rem|neg|min|max|and|or|xor|not|shl|shr|bfe|prmt|setp|selp"
@@ -51,16 +51,16 @@ _READING: Final = re.compile(
 _UNORDERED: Final = re.compile(
     rb"\bld(?:\.[\w:]+)*\.nc\b|\b(?:ldu|tex|tld4|suld|sust|sured)\.|\.(?:tex|texref|surfref|samplerref)\b"
 )
-"""What accesses memory as if nothing else wrote it while the kernel runs."""
+"""Statements that access memory as if nothing else wrote it while the kernel runs."""
 
 MAX_STATEMENTS: Final = 1024
 """Maximum number of statements of a kernel that are read for the wait. Stops an image from taking long to load."""
 
 
 def waiting_kernels(ptx: bytes) -> frozenset[str]:
-    """Return the kernels of PTX that wait for the launch before them ahead of everything that touches memory.
+    """Return the kernels of PTX that wait for the launch before them before they access memory.
 
-    Reads of kernels with EARLY_READS do not count.
+    Reads by kernels with EARLY_READS do not count.
     """
     if _WAIT not in ptx:
         return frozenset()

@@ -82,7 +82,7 @@ class CudaDriver:
     name = "cuda"
 
     def __init__(self, *, has_chains: bool = True) -> None:
-        """Args: has_chains: Whether native code may queue several launches by one call."""
+        """`has_chains`: Whether native code may queue several launches by one call."""
         self._has_chains = has_chains
 
     def preload(self) -> None:
@@ -116,8 +116,8 @@ class CudaDriver:
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
         if not os.environ.get(CACHE_VARIABLE):
             os.environ["CUDA_CACHE_DISABLE"] = "1"
-        # A thread of the driver's that got an arena while the context is made would race with the driver's reservations
-        # for modules: then variables have other addresses in some processes than in others (driver 580).
+        # A driver thread that got an arena while the context is made would race with the driver's reservations for
+        # modules: variables would then have different addresses in different processes (driver 580).
         use_one_arena()
         return CudaContext.open(has_chains=self._has_chains)
 

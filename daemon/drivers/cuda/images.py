@@ -51,8 +51,8 @@ class CudaKernel:
     Attributes:
         function: Its CUfunction.
         shared: What its launches may request.
-        is_cooperative: Only a cooperative launch could run it; see `cooperative_refused`.
-        waits: Its blocks wait for the launch before them ahead of everything else; see `waiting_kernels`.
+        is_cooperative: Whether only a cooperative launch can run it; see `cooperative_refused`.
+        waits: Whether its blocks first wait for the launch before them; see `waiting_kernels`.
     """
 
     name: str
@@ -292,7 +292,7 @@ def _link(ptx: bytes) -> bytes:
 
 
 def _list_kernels(cubin: bytes) -> dict[str, tuple[Parameter, ...]]:
-    # As a library nothing is placed on the card: with lazy loading, only names and parameters are read.
+    # Loaded as a library, the code takes nothing of the card: with lazy loading, only names and parameters are read.
     error, library = api.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
     _check(error)
     try:

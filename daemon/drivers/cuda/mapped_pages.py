@@ -18,8 +18,8 @@ imports the pieces, maps them next to its own, and copies them from card to card
 need not see the card that they are on (H200, driver 580). This process keeps its pieces, unchanged, until it ends.
 
 If the other card can't read this one's memory, all pieces are lent through a ring of buffers in host memory
-(host/copy_ring.py) instead: this process copies them into the ring while the other one copies them out of it. A ring
-is also the way of bytes that return from host memory that is not pinned; then threads fill it.
+(host/copy_ring.py) instead: this process copies them into the ring while the other one copies them out of it. Bytes
+that return from unpinned host memory also go through a ring, which threads then fill.
 """
 
 import ctypes
@@ -51,8 +51,8 @@ STEPS_AHEAD: Final = 4
 that is given up ends within milliseconds."""
 
 QUIET_STEPS: Final = 2
-"""STEPS_AHEAD while the session stays on the card: a request that takes or releases pages waits for these steps, for at
-most 2.4 ms. While one is copied, the worker's loop may sleep for a millisecond."""
+"""The same number while the session stays on the card: a request that takes or releases pages waits for these steps,
+for at most 2.4 ms. While one is copied, the worker's loop may sleep for a millisecond."""
 
 THREADS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Threads that copy host memory into a ring. The driver copies memory that is not pinned in one thread, at 6 GB/s, and
@@ -121,7 +121,7 @@ class MappedPages:
     Attributes:
         held_bytes: Bytes of all pieces, parked or not.
         is_broken: Whether a park or a return failed and left the session partly on the card and partly off it.
-        is_lent: Whether the pieces were lent as they are now.
+        is_lent: Whether the pieces were lent and have not changed since.
     """
 
     def __init__(self, api: Any, failure: Callable[[Any], DriverError], wait: Wait) -> None:
@@ -129,7 +129,7 @@ class MappedPages:
         self._failure = failure
         self._wait = wait
         self._granule_bytes: int | None = None
-        # In the order in which they were taken, which is the order of their bytes in the host memory.
+        # The pieces, in the order in which they were taken, which is the order of their bytes in the host memory.
         self._pieces: dict[Piece, None] = {}
         self._host: memoryview | None = None
         self._ahead: _CopyAhead | None = None
@@ -299,7 +299,7 @@ class MappedPages:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes of which the copy ahead has begun."""
+        """Bytes whose copy ahead has begun."""
         if self._ahead is None:
             return 0
         return self.held_bytes - sum(step.size_bytes for step in self._ahead.steps)
@@ -317,7 +317,7 @@ class MappedPages:
             piece.saved_at, at = at, at + piece.size_bytes
 
     def can_lend(self) -> bool:
-        # If a piece is mapped nowhere, it belongs to a region with an end that failed.
+        # If a piece is mapped nowhere, it belongs to a region whose end failed.
         return all(piece.mappings for piece in self._pieces)
 
     def lend(self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll) -> list[int]:
@@ -598,7 +598,7 @@ class MappedPages:
         `start`: The address from which each piece's `saved_at` counts.
         """
         for piece in pieces:
-            # A region with an end that failed may have memory at no address: nothing can read that.
+            # A region whose end failed may have memory that is mapped nowhere, which nothing can read.
             if not piece.mappings:
                 continue
             (address, _), done = piece.mappings[0], 0

@@ -1,16 +1,16 @@
-"""Says whether another process, which loads a context's modules in their order, has their variables at the same places.
+"""Determines whether variables keep their addresses in another process that loads a context's modules in their order.
 
 A module's place depends on what the driver has placed before it (H200, driver 580): on modules that were unloaded since
 and on streams. Another process loads only the modules that are left, and creates the streams after them. So a variable
 keeps its address only if nothing lay before it that another process lacks at that moment. A module that was unloaded
 last leaves no trace, unless it made the driver take its print buffer.
 
-Streams before modules. The driver destroys no stream of a session (streams.py), so all that a module finds of them is
-how many there were when it was loaded. With this number in the image's record of each module, another process could
-create as many streams before it loads the module, and give them to the connections afterwards. First a card must show
-that streams take the same places in every process, also in a warm context, which has one already; that nothing else
-takes memory between a stream and a module, such as graphs, launches with more local memory, or the print buffer; and
-that the rule for unloaded modules still holds then.
+Streams before modules. The driver destroys no stream of a session (streams.py), so only their number when a module was
+loaded affects its place. With this number in the image's record of each module, another process could create as many
+streams before it loads the module, and give them to the connections afterwards. First a card must show that streams
+take the same places in every process, also in a warm context, which has one already; that nothing else takes memory
+between a stream and a module, such as graphs, launches with more local memory, or the print buffer; and that the rule
+for unloaded modules still holds then.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""Memory that the card has and the driver refuses for a moment.
+"""Memory that the card has but that the driver refuses for a moment.
 
 A request for more memory than the card has makes the driver take all free memory before it refuses, and release it page
 by page afterwards. On a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s after such requests, and 64 MiB were
@@ -18,8 +18,8 @@ session from its other requests where the card's figure stays wrong. A card of 1
 memory that a request has released; a client that asks the session for a region waits for ten."""
 
 SHORTAGE_S: Final = 0.5
-"""Time, in seconds, for which the card must show too few free bytes until that is believed: another process's request
-that was too large may hold them for a moment."""
+"""Time, in seconds, for which the card must show too few free bytes before that counts: another process's oversized
+request may hold them for a moment."""
 
 RETRY_S: Final = 0.001
 

@@ -1,6 +1,6 @@
 """Regions on CUDA: memory that the page tables map and unmap (CUDA driver API, "Virtual Memory Management").
 
-A region is a range of addresses of its own, reserved once and never released: a stale pointer can't meet a later
+A region is a range of addresses of its own, reserved once and never released: a stale pointer can't point into a later
 region. Addresses take no memory, so they are reserved for many regions at a time.
 
 A region's memory is a small first piece, the scratch, and the rest. When the region ends, the scratch is zeroed, the
@@ -33,7 +33,7 @@ MAX_RESERVED_BYTES: Final = 32 << 40
 keeps opening regions from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
 
 AHEAD_BYTES: Final = 16 << 30
-"""Size of the range of addresses that is reserved at a time, in bytes. To reserve a range takes the driver 20 us,
+"""Size of the range of addresses that is reserved at a time, in bytes. Reserving a range takes the driver 20 us,
 whatever its size."""
 
 MAX_CUT_BYTES: Final = AHEAD_BYTES // 4

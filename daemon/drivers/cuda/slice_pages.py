@@ -15,7 +15,7 @@ from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
 
 SLICE_ADDRESS: Final = 0x3000_0000_0000
 """Where the range of every parkable session begins, if the driver agrees: sessions never share a process, and at the
-same address a session's pointers stay true in any worker. Far from the addresses that a process maps otherwise."""
+same address a session's pointers stay valid in any worker. It is far from all other addresses that a process maps."""
 
 ROOM: Final = 16
 """The range's size in slices. A first fit among sizes of up to n pages needs at most the slice times the binary
@@ -26,8 +26,8 @@ MAX_RANGE_BYTES: Final = 4 << 40
 
 REGIONS_BYTES: Final = 4 << 40
 """Addresses for the regions of a parkable session, in bytes. No region gets those of an earlier one, so a session that
-opens regions forever uses them up; from then on it can't leave its process. 4 TiB are 4,096 regions of 1 GiB. Each
-reservation of its own would begin at a multiple of 32 MiB (H200, driver 580)."""
+opens regions forever uses them up; from then on it can't leave its process. 4 TiB are 4,096 regions of 1 GiB. A
+separate reservation would begin at a multiple of 32 MiB (H200, driver 580)."""
 
 MAX_LOOKS: Final = 16
 """Maximum number of ranges of about the right size that are examined before a larger range is cut."""
@@ -177,7 +177,7 @@ class SlicePages:
         return SliceAllocation(self, address, size_bytes)
 
     def give(self, address: int, size_bytes: int) -> None:
-        """Give a block back: its pages, or a shared page that it was the last of, go back to the card."""
+        """Give a block back: its pages, or a shared page of which it was the last block, go back to the card."""
         if size_bytes <= SHARING_BYTES:
             address, free_bytes = self._shared.add(address, size_bytes)
             if free_bytes < PAGE_BYTES:

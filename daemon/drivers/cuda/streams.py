@@ -55,7 +55,7 @@ class StreamTicket:
 
 
 class TimedEvent(StreamTicket):
-    """An event that keeps the time.
+    """An event that records its time.
 
     Attributes:
         event: The driver's event.
@@ -155,7 +155,7 @@ class CudaStreams:
             self._zeroing_used.wait_for_event(self._mark)
 
     def zero(self, address: int, size_bytes: int, was_used: bool) -> list[int]:
-        """Zero memory before any operation that is queued from now on, also in streams that are created later.
+        """Zero memory before any operation that is queued from now on, even in streams that are created later.
 
         Returns the numbers of the streams that now hold a wait for it. Raises cuda.Error.
         """

@@ -332,8 +332,8 @@ class Budgets:
     """A budget for each tenant.
 
     Args:
-        burst: The amount that a tenant may spend at once; None: BURST_RECORDS. per_s: The amount that it regains per
-            second.
+        burst: The amount that a tenant may spend at once; None: BURST_RECORDS.
+        per_s: The amount that it regains per second.
     """
 
     def __init__(self, burst: int | None = None, per_s: int = RECORDS_PER_S) -> None:

@@ -37,7 +37,7 @@ class AllocationRecords:
         self.address = ctypes.addressof(self._places)
 
     def show(self, handle: int, size_bytes: int, *, is_reusable: bool) -> None:
-        """Have native code serve copies of an allocation; it displaces any other at the same place of the table."""
+        """Let native code serve copies of an allocation; it displaces any other at the same place of the table."""
         self._places[_place_of(handle)] = AllocationRecord(handle, size_bytes, is_reusable)
 
     def hide(self, handle: int) -> None:

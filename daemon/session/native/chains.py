@@ -3,7 +3,7 @@
 If several launches wait one after the other, the driver's calls are the bottleneck. A card's driver takes a graph of 16
 kernels, with all parameters set again, in the time of four launches. So the plans that follow each other become a
 chain, which native code replays whenever as many frames of these plans have arrived. The memory that a chain takes on
-the card must fit in the lease's allowance, because no tenant pays for it.
+the card must fit in the lease's allowance, because it is charged to no tenant.
 """
 
 import ctypes

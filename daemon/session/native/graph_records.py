@@ -17,7 +17,7 @@ _PLACES: Final = 64
 """Number of entries: a graph's entry is at the graph's number modulo this."""
 
 _REPLAYS: Final = 2048
-"""Replays remembered. More than fit the queue of any driver that can report which launch failed."""
+"""Number of replays remembered: more than fit into the queue of any driver that can report which launch failed."""
 
 
 class GraphRecord(ctypes.Structure):
@@ -63,7 +63,7 @@ class GraphRecords:
     def show(
         self, number: int, frame: Frame, graph: DriverGraph, launches: int, copies: int, copied_bytes: int
     ) -> None:
-        """Have native code serve launches like this one, if the driver can replay the graph there."""
+        """Let native code serve launches like this one, if the driver can replay the graph there."""
         if not graph.native or number in self._shown:
             return
         ids = {"request_id": 0, "session_id": frame.session_id, "flags": frame.flags}
@@ -84,7 +84,7 @@ class GraphRecords:
             self._places[number % _PLACES] = GraphRecord()
 
     def replayed(self, number: int) -> None:
-        """Notify the driver that native code has queued this graph, which is entered, last."""
+        """Notify the driver that native code queued this graph last. The graph must be in the table."""
         self._shown[number][0].replayed()
 
 

@@ -4,9 +4,9 @@
 (serve.ll) does the same as `LaunchFastPath._take`, which is the reference: both have the same effects, byte for byte.
 `NativeServing` is the Python side of serve.ll; it fills the structures of layout.py.
 
-Native code works on the buffer of a connection's `FrameReader` itself, and on nothing else that a tenant can name.
-Whoever fills a structure here keeps alive everything that the structure points to, for as long as native code may get
-the structure.
+Native code works directly on the buffer of a connection's `FrameReader`, and on nothing else that a tenant can name.
+Code that fills a structure here must keep alive everything that the structure points to, as long as native code may use
+it.
 """
 
 import ctypes
@@ -125,12 +125,12 @@ class LaunchFastPath:
         return self._native is not None
 
     def prepare_reads(self) -> None:
-        """Have native code serve small reads from now on. Call this at the session's first read."""
+        """Let native code serve small reads from now on. Call this at the session's first read."""
         if self._native is not None:
             self._native.prepare_reads(self._context.pin)
 
     def use_arena(self, arena: int, size_bytes: int, extents: int) -> None:
-        """Have native code serve copies of the session's arena; the arguments are ServingState's."""
+        """Let native code serve copies of the session's arena; the arguments are ServingState's."""
         if self._native is not None:
             self._native.use_arena(arena, size_bytes, extents)
 
@@ -467,7 +467,7 @@ class NativeServing:
         return int(self._state.synced)
 
     def launched(self, kernel: DriverKernel) -> None:
-        """Notify the driver which kernel native code launched last."""
+        """Tell the driver which kernel native code launched last."""
         self._launch.launched(kernel)
 
     def note_replayed(self) -> None:
