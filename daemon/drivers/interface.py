@@ -172,7 +172,7 @@ class DriverModule(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """The part of `device_bytes` in pages shared with other modules, which stay until the last one is unloaded."""
+        """The part of `device_bytes` in pages shared with other modules; may stay until the last one is unloaded."""
 
     @property
     def kept_bytes(self) -> int:

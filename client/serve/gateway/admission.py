@@ -34,7 +34,7 @@ class GatewayBounds:
 
 
 class GatewayAdmission:
-    """The places of one gateway, in one event loop.
+    """The places of one gateway, for serving and for waiting. Used in one event loop.
 
     Attributes:
         taken: Number of places that are taken by requests being served or waiting.

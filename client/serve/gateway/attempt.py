@@ -10,7 +10,7 @@ The order of the steps, and the reasons:
 4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
    If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch and wait.
 5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE, so it has only one connection at any time:
-   the owner's and the grant's alternate, and no third connection can come in between.)
+connections of the owner and of the grant alternate, and no other can come in between.)
 6. Record the outcome, free the lease with all of its memory, and reply.
 
 A failure before the launch releases the reservation: nothing was done, and the request may be retried. A failure after
@@ -375,7 +375,7 @@ def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memo
 def _complete(
     effects: Effects, request: InferenceRequest, reservation: Reservation, lease: GpuLease, grant: Grant, output: bytes
 ) -> InferenceResponse:
-    # This request and, from the store, every repetition of it get the same bytes.
+    # This request gets the same bytes as every repetition, which gets them from the store.
     response = InferenceResponse(request.request_id, lease.lease_id, grant.expires_at_unix_secs, output)
     effects.store.complete(reservation, response_to_outcome(response))
     return response

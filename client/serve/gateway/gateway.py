@@ -104,7 +104,7 @@ class Gateway:
         self._admission = GatewayAdmission(bounds)
         self._metrics = GatewayMetrics(self._admission)
         self._threads: anyio.CapacityLimiter | None = None
-        # For the id of each request that is being served here, an event that wakes waiting repetitions of it.
+        # For each request that is being served here, by its id, an event that wakes waiting repetitions.
         self._running_by_id: dict[str, asyncio.Event] = {}
 
     def app(self) -> Starlette:

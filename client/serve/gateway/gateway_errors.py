@@ -28,7 +28,7 @@ class OperationInProgress(GatewayError):
     """Another attempt at the same operation has not ended.
 
     Attributes:
-        retry_after_s: Seconds after which that attempt has ended, or its claim has expired.
+        retry_after_s: Seconds until that attempt has ended, or its claim has expired.
     """
 
     default_hint = "Repeat the request with the same id"
@@ -77,7 +77,7 @@ class Overloaded(GatewayError):
 
     Attributes:
         retry_after_s: Seconds after which the request may be retried.
-        is_queue_full: True if the queue had no place; False if the request waited in it for too long.
+        is_queue_full: True if the queue had no place; False if the request waited in the queue for too long.
     """
 
     default_hint = "Repeat the request with the same id in a moment"

@@ -15,10 +15,11 @@ MAX_INPUT_BYTES: Final = 16 << 20
 """Largest input, so that one request can't fill the gateway's memory."""
 
 MAX_OUTPUT_BYTES: Final = 16 << 20
-"""Largest output, which the idempotency store also keeps."""
+"""Largest output. The idempotency store keeps a copy of each output."""
 
 MAX_LEASE_S: Final = 300.0
-"""Longest lease of one request in seconds: as long as a grant may last, because the grant must last as long."""
+"""Longest lease of one request in seconds: the longest life of a grant, because the grant must last as long as the
+lease."""
 
 MAX_THREADS: Final = 1024
 """Maximum number of threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
@@ -42,7 +43,7 @@ class InferenceRequest:
         input: The model's input.
         output_len: Number of bytes of output.
         min_vram: Bytes of device memory that its lease needs.
-        lease_ttl_secs: Duration of its lease in seconds. The end of the lease also ends the computation.
+        lease_ttl_secs: Duration of its lease in seconds. The computation ends with the lease.
         audience: The audience of the grant, as `my_audience()` returns it; None for this program's own user.
         token_nonce: A number of 128 bits that no other grant of the lease has; 0: the daemon chooses one.
         now_secs: The caller's date in seconds since 1970. A grant that expires before this date is refused.
@@ -143,7 +144,7 @@ class InferenceResponse:
     Attributes:
         request_id: The request.
         lease_id: The lease on which the request ran. It has ended.
-        token_expires_at_unix_secs: When the token of this request expires at the latest, by the daemon's wall clock.
+        token_expires_at_unix_secs: The latest time at which this request's token expires, by the daemon's wall clock.
         output: The model's output.
         is_replayed: Whether an earlier request with the same id computed this response.
     """
@@ -162,7 +163,7 @@ def response_to_outcome(response: InferenceResponse) -> bytes:
 
 
 def failure_to_outcome(error: Exception) -> bytes:
-    """Encode, as an outcome, a failure after the gateway had recorded that it would launch the kernel."""
+    """Encode as an outcome a failure that followed `start`, the record that the kernel may be launched."""
     # Store only the error's class and text, which are enough for later requests to raise the same error.
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")

@@ -9,7 +9,7 @@
 An entry is RESERVED while an attempt prepares: if that attempt fails, it has had no effect. The entry becomes STARTED
 just before the effect may begin. If an attempt dies, its claim expires. If the entry is RESERVED at that time, the next
 attempt takes it over with a higher epoch, which the store requires for every later step: if the earlier attempt was
-only slow, it can't begin its effect any more. If the entry is STARTED, it is unknown whether the effect happened: the
+only slow, it can no longer begin its effect. If the entry is STARTED, it is unknown whether the effect happened: the
 entry becomes UNKNOWN forever, and the operation is not executed again.
 
 Every rule is idempotent for the same claim id, because a store may repeat a transaction if it does not know whether it
@@ -132,8 +132,8 @@ class Entry:
     """The record of one operation.
 
     Attributes:
-        request_hash: The hash of the operation that the key was first used for.
-        epoch: The fencing token, which increases with each reservation, and when the entry becomes UNKNOWN.
+        request_hash: The hash of the first operation that used the key.
+        epoch: The fencing token. It increases with each reservation, and when the entry becomes UNKNOWN.
         claim_id: 16 random bytes of the attempt that reserved it.
         phase: The operation's progress.
         clock_id: The clock of `claim_until_s`.
@@ -220,19 +220,19 @@ def reserve(
 
 
 def start(entry: Entry | None, reservation: Reservation) -> Entry:
-    """Return the entry of an effect that is about to begin. Raises StaleEpoch."""
+    """Return the entry to store before an effect begins. Raises StaleEpoch."""
     return _advanced(entry, reservation, OperationPhase.STARTED, (OperationPhase.RESERVED,))
 
 
 def complete(entry: Entry | None, reservation: Reservation, outcome: bytes) -> Entry:
-    """Return the entry of an effect that ended with this outcome. Raises StaleEpoch."""
+    """Return the entry to store after an effect ended with this outcome. Raises StaleEpoch."""
     return replace(
         _advanced(entry, reservation, OperationPhase.COMPLETED, (OperationPhase.STARTED,), outcome), outcome=outcome
     )
 
 
 def release(entry: Entry | None, reservation: Reservation) -> Entry:
-    """Return the entry of an attempt that began nothing, so that another may try. Raises StaleEpoch."""
+    """Return the entry to store after an attempt that began nothing, so that another may try. Raises StaleEpoch."""
     return _advanced(entry, reservation, OperationPhase.RELEASED, (OperationPhase.RESERVED,))
 
 
@@ -248,7 +248,7 @@ def _advanced(
     if is_held and entry is not None:
         if entry.phase in from_phases:
             return replace(entry, phase=to)
-        # This transaction is a repetition: the entry has advanced already.
+        # This transaction is a repetition: the first one has advanced the entry.
         if entry.phase is to and entry.outcome == outcome:
             return entry
     problem = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"

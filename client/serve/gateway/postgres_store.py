@@ -1,22 +1,22 @@
 """The idempotency store in PostgreSQL, for gateways on several hosts. Needs `pip install '.[postgres]'`.
 
-Every method is one transaction, at READ COMMITTED. It inserts its key's row if that does not exist, and locks the row
+Every method is one transaction, at READ COMMITTED. It inserts its key's row if the row does not exist, and locks it
 before reading it: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1
 and 13.3.2). So if two gateways reserve the same operation, the second one sees the first one's reservation.
 
 If the server disconnects during a transaction, it is unknown whether the transaction was committed. The store then
 repeats it from the start, on a new connection, for up to `patience_s`. The claim id is drawn once for each call, so the
-rules recognise a row that the same call has written. The store never writes to a standby: `target_session_attrs` finds
-the primary among the hosts of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is
-unreachable.
+rules recognise a row that an earlier try of the same call has written. The store never writes to a standby:
+`target_session_attrs` finds the primary among the hosts of the connection string (libpq, 34.1.2), and TCP notices
+within seconds that a host is unreachable.
 
 A commit must be on the disk before it is reported, so `synchronous_commit` is turned on if the server's setting is
 lower. Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then
-waits until a standby also has it on its disk, so a promoted standby has every claim that was returned to a caller. If
-the server stops waiting for the standby, it commits nevertheless, and only sends a warning (documentation, 27.2.8.2;
+waits until a standby has written it to disk, so a promoted standby has every claim that was returned to a caller. If
+the server stops waiting for the standby, it commits anyway, and only sends a warning (documentation, 27.2.8.2;
 syncrep.c); if the primary is then lost, so is the commit. So the store does not trust a transaction with a warning, and
-repeats it. The store also gives up after `commit_s`: while no standby is available, no attempt begins. A former primary
-that still runs after another server was promoted can't complete any commit, because no standby follows it.
+repeats it. It gives up after `commit_s`: while no standby is available, no attempt begins. A former primary that still
+runs after another server was promoted can't complete any commit, because no standby follows it.
 
 Claims expire by the primary's clock, which all gateways share. If the clock is set, attempts are presumed dead too
 early or too late, but an effect never happens twice.
@@ -245,7 +245,7 @@ class PostgresStore:
         def job(connection: Connection) -> ReserveResult:
             # Use the primary's clock, which all gateways share.
             now_s = self._now(connection)
-            # Make the entry of a new operation, because the INSERT finds out whether the operation is new.
+            # Make the entry of a new operation: the INSERT then shows whether the operation is new.
             fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
             assert fresh is not None
             # Usually the operation is new, and one INSERT is enough. A conflict means that the row exists.

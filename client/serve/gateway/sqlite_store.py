@@ -6,9 +6,9 @@ of the disk ("group commit"), and a single caller does not wait for another thre
 same file: `BEGIN IMMEDIATE` makes each transaction the only writer before it reads. The file must not be on a network
 file system, where SQLite's locks do not work.
 
-A transaction with nothing but reservations is committed with `synchronous=NORMAL`: it survives a crash of its process,
-but a crash of the host may undo it. This is safe: such a crash also ends every attempt and expires every claim, and it
-comes before the effect, because `start` syncs the log, which contains the reservation.
+A transaction that contains only reservations is committed with `synchronous=NORMAL`: it survives a crash of its
+process, but a crash of the host may undo it. This is safe: such a crash also ends every attempt and expires every
+claim. It can only come before the effect, because `start` syncs the log, which contains the reservation.
 
 Claims expire by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
 continues while the host sleeps. A claim from before the host's last boot has expired.
@@ -40,7 +40,8 @@ from gpulease.client.serve.gateway.ledger import (
 T = TypeVar("T")
 
 GROUP_MAX: Final = 64
-"""Maximum number of changes in one transaction. It limits how long the first caller waits for the others' changes."""
+"""Maximum number of changes in one transaction. It limits how long the first caller waits for changes of other
+callers."""
 
 BUSY_S: Final = 5.0
 """Seconds for which another process may lock the file before StoreUnavailable is raised."""
@@ -88,7 +89,7 @@ class _Change:
     Attributes:
         job: Makes the change in a transaction, and returns the caller's answer or raises GatewayError.
         is_synced: Whether its transaction must survive a crash of the host.
-        answer: The caller's answer, or the error to raise. Set when the transaction has ended.
+        answer: The caller's answer, or the error to raise. Set when the transaction ends.
         is_done: Whether the transaction has ended.
     """
 
@@ -124,7 +125,8 @@ class SqliteStore:
             unix_s: The clock by which old operations are deleted, in seconds since 1970.
         """
         self._path, self._clock, self._unix_s = Path(path), clock, unix_s
-        # `_changing` guards the queue and `_is_closed`. `_committing` guards the connection, and is held in a commit.
+        # `_changing` guards the queue and `_is_closed`. `_committing` guards the connection, and is held during a
+        # commit.
         self._changing, self._committing = threading.Lock(), threading.Lock()
         self._waiting: deque[_Change] = deque()
         self._is_closed = False
@@ -235,7 +237,7 @@ class SqliteStore:
             # The whole transaction failed, including the changes of other callers that had succeeded.
             for change in group:
                 change.set_answer(_unavailable(self._path, error))
-            # An interrupt of this caller, or a bug, is also raised here.
+            # Raise an interrupt of this caller, or a bug, here as well.
             if not isinstance(error, OSError | sqlite3.Error):
                 raise
             return

@@ -1,7 +1,7 @@
-"""A model server: each model on its own lease, which is kept for as long as the model is served.
+"""A model server: each model has its own lease, kept for as long as the model is served.
 
 `gpulease serve models` runs one: `model_server`, with calls through shared memory (`gpulease.client.serve.rpc`).
-`ModelHost` serves models inside another program, `Instance` one model. `model_settings` describes a model.
+`ModelHost` serves models inside another program; `Instance` serves one model. `model_settings` describes a model.
 """
 
 from gpulease.client.serve.models.host import ModelHost

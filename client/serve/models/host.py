@@ -23,7 +23,7 @@ _log: Final = logging.getLogger("gpulease.models")
 
 
 class ModelHost:
-    """Serves models while its `async with` block lasts. At its end, requests that wait are computed first.
+    """Serves models while its `async with` block lasts. At the end of the block, waiting requests are computed first.
 
     Args:
         models: The models, keyed by name.
@@ -43,7 +43,7 @@ class ModelHost:
             # If a model has no room, it passes its requests to the smaller variant, which may pass them on.
             pass_on = partial(self._pass_on, model.smaller) if model.smaller else None
             self._instances[name] = Instance(model, self._address, ModelMetrics(self._metrics, name), pass_on)
-        # Each model has a separate task, so that a model that waits for a lease does not delay the others.
+        # Each model has a separate task, so that a model that waits for a lease does not delay other models.
         self._tasks = [asyncio.create_task(self._run(instance)) for instance in self._instances.values()]
         return self
 
@@ -53,7 +53,7 @@ class ModelHost:
         for instance in self._instances.values():
             # Ask all models to stop before waiting for any, so that they stop in parallel.
             instance.stop()
-        # Let them end by themselves, then cancel those that did not.
+        # Let the models end by themselves, then cancel those that did not.
         await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
         for task in self._tasks:
             task.cancel()
@@ -68,7 +68,7 @@ class ModelHost:
         name = self._names.get(method_id)
         if name is not None:
             return self.submit(name, payload, deadline_s)
-        # The handler of an RpcServer must always return a future, also for an error.
+        # The handler of an RpcServer must always return a future, even for an error.
         refused: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         refused.set_result(CallError(CallErrorCode.NO_SUCH_METHOD, f"no model has number {method_id}"))
         return refused

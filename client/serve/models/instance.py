@@ -29,7 +29,7 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
 class BatchRunner:
-    """Computes batches in one session, one after the other. `open` makes a runner.
+    """Computes batches in one session, one after another. `open` makes a runner.
 
     Inputs and outputs are in memory that the session's worker shares (`session.empty`), so a batch is assembled in the
     memory from which the card reads it.
@@ -67,7 +67,7 @@ class BatchRunner:
 
     async def run(self, payloads: Sequence[bytes]) -> list[bytes]:
         """Compute payloads of whole items in one launch, and return their outputs. Raises the session's errors."""
-        # Step 1: assemble the inputs one after the other in shared memory.
+        # Step 1: assemble the inputs one after another in shared memory.
         settings, at = self._settings, 0
         for payload in payloads:
             self._in_view[at : at + len(payload)] = payload
@@ -118,7 +118,7 @@ _STOPS: Final = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
 _CUT_OFF: Final = CallError(CallErrorCode.LEASE_LOST, "the server stops")
 
 Ended = asyncio.Future[GpuLeaseError]
-"""Completed when the lease has ended, with the error that ended it."""
+"""A future that is completed when the lease ends, with the error that ended it."""
 
 
 class Instance:
@@ -162,7 +162,7 @@ class Instance:
 
     @property
     def trouble(self) -> GpuLeaseError | None:
-        """The error that keeps the model from having a lease; None if it has one, or does not need one."""
+        """The error that keeps the model from having a lease; None if the model has a lease or needs none."""
         return self._intake.trouble
 
     @property
@@ -239,7 +239,7 @@ class Instance:
         finally:
             with suppress(GpuLeaseError, TimeoutError):
                 async with asyncio.timeout(CLOSE_LIMIT_S):
-                    # Free the lease also after an error: otherwise it would keep the card's memory until its deadline.
+                    # Free the lease even after an error: otherwise it would keep the card's memory until its deadline.
                     await lease.free()
             self.count_lease_time()
             self._leased_since = None
@@ -254,7 +254,7 @@ class Instance:
             await asyncio.wait((watch,))
 
     async def _watch(self, lease: GpuLease, ended: Ended) -> None:
-        """Watch the lease's events, so that its end is noticed at once and not at the next batch or renewal.
+        """Watch the lease's events, so that its end is noticed at once, rather than at the next batch or renewal.
 
         A lost event stream proves nothing, because a lease and its session can survive a restart of the daemon. So
         `_serve` then checks the session between two batches. A check during a batch could raise the batch's failure.

@@ -1,9 +1,9 @@
 """`ModelServer`: serves models over HTTP and shared memory at the same time. `http.application` declares the routes.
 
-A body of application/octet-stream has the items' inputs one after the other; the reply has their outputs. A body of
-application/json is `{"input_base64": "..."}`, and the reply `{"model": "...", "output_base64": "..."}`. If
-the model's settings name the type of its numbers, the body may be `{"input": [...]}` with the numbers of one item, or
-an array for each of several items. The reply is then `{"model": "...", "output": [...]}` in the shape of the input (see
+A body of application/octet-stream has the items' inputs one after another; the reply has their outputs. A body of
+application/json is `{"input_base64": "..."}`, and the reply `{"model": "...", "output_base64": "..."}`. If the model's
+settings name the type of its numbers, the body may be `{"input": [...]}` with the numbers of one item, or with one
+array for each of several items. The reply is then `{"model": "...", "output": [...]}` in the shape of the input (see
 `json_numbers`).
 
 The header `Gpulease-Deadline-Ms` is the number of milliseconds that the request may take. The reply's header

@@ -12,8 +12,8 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be, read_text
 
 MAX_BATCH_BYTES: Final = 256 << 20
-"""Maximum number of bytes of a batch's inputs, and of its outputs. They are in the memory shared with the lease's
-worker, which has 1 GiB."""
+"""Maximum number of bytes of a batch's inputs, and of its outputs. Both are in the memory shared with the lease's
+worker, 1 GiB."""
 
 MAX_FILE_BYTES: Final = 1 << 30
 """Maximum number of bytes of weights, so that a wrong path can't fill the server's memory."""
@@ -21,7 +21,7 @@ MAX_FILE_BYTES: Final = 1 << 30
 MAX_NAME_CHARACTERS: Final = 64
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
-"""The example: handwritten digits, and a smaller variant of it."""
+"""The example: a classifier of handwritten digits, and a smaller variant."""
 
 
 def _read_constants(value: Any) -> tuple[int, ...]:
@@ -36,8 +36,8 @@ class ModelSettings:
 
         name(const void *weights, const void *input, void *output, u32 items, u32 constants...)
 
-    `input` and `output` contain `items` items one after the other. The kernel runs on items x blocks_per_item blocks.
-    It must write every byte of the output, which may contain an earlier batch's bytes. It gets nothing else, and its
+    `input` and `output` contain `items` items one after another. The kernel runs on items x blocks_per_item blocks. It
+    must write every byte of the output, which may contain an earlier batch's bytes. It gets nothing else, and its
     output for one item must depend only on that item.
 
     `name` is the model's name in URLs. `module` and `weights` are the files' bytes.

@@ -1,4 +1,4 @@
-"""Rules for failed leases and batches: the pause before the next lease, and the errors of requests. No I/O."""
+"""Rules for failed leases and batches: the pause before the next lease, and the errors that requests get. No I/O."""
 
 import random
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class RestartPause:
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
         pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)
-        # Only a batch that succeeds resets this, and not a granted lease, because a model may fail on every lease.
+        # Only a batch that succeeds resets this, not a granted lease, because a model may fail on every lease.
         self._failures += 1
         # Half of the pause is random, so that models that failed together do not all retry together.
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
@@ -52,7 +52,7 @@ def is_broken(error: errors.GpuLeaseError) -> bool:
 
 
 def lease_end_of(event: LeaseEvent) -> errors.GpuLeaseError | None:
-    """Return the error that an event means for the lease; None if the lease has not ended."""
+    """Return the error that an event means for the lease; None if the event does not end the lease."""
     if event.phase in (Phase.ACTIVE, Phase.WARNING):
         return None
     kind = errors.error_class(lease_end(event.cause).status)

@@ -30,8 +30,8 @@ class WaitingRequest:
         arrived_s: The time at which it arrived, in monotonic seconds.
         deadline_s: The time after which its computation must not begin, in monotonic seconds.
         answer: The future of its outcome, which is cancelled if the caller disconnects.
-        attempts: How many batches with it have begun.
-        is_alone: Whether it must be computed in a separate batch, because a batch with it has failed.
+        attempts: Number of batches with this request that have begun.
+        is_alone: Whether it must be computed in a separate batch, because a batch that contained it has failed.
         timer: Refuses it at its deadline.
     """
 
@@ -45,7 +45,7 @@ class WaitingRequest:
     timer: asyncio.TimerHandle | None = None
 
     def resolve(self, outcome: Outcome) -> None:
-        """Answer the request, unless it was answered before."""
+        """Answer the request, unless it was answered already."""
         if self.timer is not None:
             self.timer.cancel()
         if not self.answer.done():
@@ -72,7 +72,7 @@ class BatchQueue:
         return bool(self._waiting)
 
     def add(self, request: WaitingRequest) -> bool:
-        """Append a request. Returns False if the queue has no room for it."""
+        """Append a request. Returns False if the queue has no room."""
         if self.items + request.items > self.max_items:
             return False
         # First come, first served: a request is never skipped to fill a batch better.
@@ -108,7 +108,7 @@ class BatchQueue:
     def next_batch(self) -> list[WaitingRequest]:
         """Remove and return the requests from the front that fit into a batch.
 
-        Drops those of callers that disconnected.
+        Drops requests of callers that disconnected.
         """
         # Take from the front until the batch is full. Requests are never split between batches.
         batch: list[WaitingRequest] = []
@@ -179,7 +179,7 @@ class RequestIntake:
         return answer
 
     def adopt(self, requests: Iterable[WaitingRequest]) -> None:
-        """Queue requests while there is room, and refuse the others."""
+        """Queue requests while there is room, and refuse the rest."""
         for request in requests:
             if self.is_stopping:
                 request.resolve(CallError(CallErrorCode.UNAVAILABLE, "the server is stopping"))
@@ -226,7 +226,7 @@ class RequestIntake:
         self.changed()
 
     def changed(self) -> None:
-        """Publish the queue's new depth and wake the model's task."""
+        """Publish the queue's new depth, and wake the model's task."""
         # Every change of the queue calls this, so that the gauge is never stale.
         self._metrics.queue_depth.set(self.queue.items)
         self.changed_event.set()
@@ -302,7 +302,7 @@ requests to be refused, so that no measurement would ever correct the estimate.
 
 
 class Estimate:
-    """Predicts the duration of the next event of a kind, in seconds. It is 0 until one was measured."""
+    """Predicts the duration of the next event of a kind, in seconds. The prediction is 0 until one was measured."""
 
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0
@@ -332,7 +332,7 @@ class Forecast:
     """The load that a request finds on its arrival.
 
     Attributes:
-        items_ahead: Number of items that wait before it.
+        items_ahead: Number of items that wait before the request.
         max_batch: Maximum number of items in a batch.
         is_running: Whether a batch is being computed.
         batch_s: Expected seconds of a batch.

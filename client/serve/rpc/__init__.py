@@ -5,7 +5,7 @@
         models.call(1, image).payload
 
 Neither side spins while it is idle: a server sleeps until a caller rings, and a caller polls for its reply for a
-bounded time and then sleeps. To ring is to send one byte through the connection's socket, called a bell.
+bounded time and then sleeps. To ring is to send one byte, called a bell, through the connection's socket.
 """
 
 from gpulease.client.serve.rpc.client import CallFailed, CallTimedOut, RpcClient

@@ -1,6 +1,6 @@
 """The caller's side of calls through shared memory. It blocks.
 
-Threads may share a client, but its calls run one after the other. For parallel calls, use several clients.
+Threads may share a client, but its calls run one after another. For parallel calls, use several clients.
 """
 
 import json
@@ -122,7 +122,7 @@ class RpcClient:
         """Make one call, and return the answer with the method that computed it.
 
         The client waits for a server that is not running yet, with growing pauses. A call that the server may have
-        received is repeated only with `is_idempotent`.
+        received is repeated only if `is_idempotent` is true.
 
         The server does not begin a call after its deadline. It replies TOO_LATE as soon as it predicts that the call
         would be late. After the server has begun a call, the client waits until the timeout.

@@ -37,7 +37,7 @@ memory.
 """
 
 MAX_FALSE_BELLS: Final = 64
-"""Maximum number of bells in a row without a request, so that a caller can't take the server's time by only ringing."""
+"""Maximum number of bells in a row without a request, so that a caller can't occupy the server by only ringing."""
 
 ACCEPT_PAUSE_S: Final = 0.5
 """Seconds for which no caller is accepted after descriptors have run out, so that the loop does not retry
@@ -158,7 +158,7 @@ class RpcServer:
 
 
 class _Caller:
-    """A connection of one caller, with the memory shared with it. At most one call is in progress."""
+    """The connection of one caller, and the memory that the caller shares. At most one call is in progress."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _Caller:
         begin: Handler,
         on_disconnect: Callable[["_Caller"], object],
     ) -> None:
-        """Raises OSError if memory or descriptors for the caller run out; `sock` then stays open."""
+        """Raises OSError if memory or descriptors for the caller run out, and leaves `sock` open."""
         self._sock, self._loop, self._begin, self._on_disconnect = sock, loop, begin, on_disconnect
         self._call: asyncio.Future[Outcome] | None = None
         self._false_bells = 0
@@ -227,7 +227,7 @@ class _Caller:
             text = f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {header.payload_len}"
             self._answer(header, CallError(CallErrorCode.INVALID_REQUEST, text))
             return
-        # The deadline is in the memory, too, tagged with the request it belongs to.
+        # The deadline is in the shared memory, too, tagged with its request's id.
         left_ms = self._shared.time_left_ms(header.request_id)
         left_s = None if left_ms is None else left_ms / 1000
         try:

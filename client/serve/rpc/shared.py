@@ -3,7 +3,7 @@
 **Which memory.** The server allocates 64 KiB for each connection and passes its descriptor. This memory must not be
 part of a session's arena, which the lease's worker shares with the server: a descriptor gives access to the whole
 arena, so each caller could read the other callers' requests, and change them while the worker uses them. Copying at
-most 32 KiB from one memory to the other takes a microsecond or two. The server's batches are in the arena
+most 32 KiB from this memory to the arena takes a microsecond or two. The server's batches are in the arena
 (`session.empty`), so no further copy is needed before the card reads them.
 
 If the memory could shrink, SIGBUS would end a process that accesses it. So it is sealed (memfd_create(2), F_ADD_SEALS
@@ -39,7 +39,7 @@ LOADS_ARE_ORDERED: Final = platform.machine() == "x86_64"
 
 
 class CallRegion:
-    """The region of a request or of a reply within the shared memory."""
+    """The part of the shared memory that contains a request, or a reply."""
 
     def __init__(self, memory: memoryview, at: int) -> None:
         self._memory = memory[at : at + HEADER_BYTES + MAX_PAYLOAD_BYTES]
@@ -69,7 +69,8 @@ class CallRegion:
             raise ValueError(f"{size} bytes do not fit in a region, which takes {MAX_PAYLOAD_BYTES}")
         memory = self._memory
         memory[HEADER_BYTES : HEADER_BYTES + size] = payload
-        # Keep the old status until everything else is written. The protocol forbids the peer to change it until then.
+        # Keep the old status until everything else is written. Until then, the protocol forbids the peer to change this
+        # region.
         HEADER_FAST.pack_into(memory, 0, request_id, method_id, memory[STATUS_AT], size)
         memory[STATUS_AT] = status
 
@@ -107,7 +108,7 @@ class MappedCall:
         fd = os.memfd_create("gpulease-rpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SHARED_BYTES)
-            # Seal it before the descriptor is passed on. F_SEAL_SEAL forbids further changes of the seals.
+            # Seal the memory before passing on the descriptor. F_SEAL_SEAL prevents further changes of the seals.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(os.dup(fd)), fd
         except BaseException:

@@ -1,1 +1,1 @@
-"""The example: a classifier of handwritten digits, and the settings of a server of it."""
+"""The example: a classifier of handwritten digits, and the settings of a server for it."""
