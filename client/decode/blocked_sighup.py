@@ -1,4 +1,4 @@
-"""Keeps a SIGHUP to the whole process group from ending a process that has only just been started."""
+"""Keeps a SIGHUP to the whole process group from ending a process that has just started."""
 
 import signal
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def sighup_blocked() -> Iterator[None]:
-    """Block SIGHUP in this thread, so that a process that is started in the block begins with it blocked.
+    """Block SIGHUP in this thread, so that a process started in the block begins with the signal blocked.
 
-    Its imports take a second, before which it can't ignore the signal. This process receives a SIGHUP that was blocked
-    a moment later.
+    Such a process can ignore the signal only after its imports, which take a second. A SIGHUP that comes meanwhile
+    reaches this process when the block ends.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

@@ -21,7 +21,7 @@ from gpulease.protocol.time_units import NS_PER_S
 LOG: Final = logging.getLogger("gpulease.decode")
 
 LINES_AT_ONCE: Final = 64
-"""Number of lines of one event and tenant that may be logged in a burst, such as the replays of one lost region."""
+"""Number of lines of one event and tenant that may be logged in a burst, for example the replays of one lost region."""
 
 LINE_EVERY_S: Final = 1.0
 """Seconds between lines after the burst, so that a tenant that keeps losing regions can't fill a disk."""
@@ -35,7 +35,7 @@ Field = str | int | float | bool
 
 
 class DecodeLog:
-    """Writes one decoder's lines. Lines beyond the limit are counted; the next line has the count as `suppressed`.
+    """Writes one decoder's lines. Lines beyond the limit are counted, and the next line has the count as `suppressed`.
 
     Args:
         clock: Monotonic seconds.
@@ -43,7 +43,7 @@ class DecodeLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # The number of entries is limited, because the code defines the events and the settings define the tenants.
+        # This stays small, because the code defines the events and the settings define the tenants.
         self._budgets: dict[tuple[str, str], LogBudget] = {}
 
     def info(self, event: str, *, tenant: str = "", **fields: Field) -> None:
@@ -51,7 +51,7 @@ class DecodeLog:
         self._write(logging.INFO, event, tenant, fields)
 
     def warning(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Log an event that an operator may want to investigate, although the decoder recovers without help."""
+        """Log an event that an operator may want to investigate, even though the decoder recovers without help."""
         self._write(logging.WARNING, event, tenant, fields)
 
     def error(self, event: str, *, tenant: str = "", **fields: Field) -> None:

@@ -1,8 +1,8 @@
-"""Declares the effect of each key in a model's files: one table for each kind of file, which accepts or refuses keys.
+"""Declares the effect of each key in a model's files. One table for each kind of file accepts or refuses keys.
 
 A key is used, refused, advice to callers, or without effect. A loader receives only the used keys, so it can't use a
-key that the table does not declare. A key that affects the reference implementation, but not the engine, is never
-ignored silently.
+key that no table declares. A key that affects the reference implementation, but not the engine, is never ignored
+silently.
 """
 
 import logging
@@ -34,7 +34,8 @@ class Effect(Enum):
     REFUSED = "refused"
     """The reference implementation supports it and the engine does not, so only its neutral values are accepted."""
     ADVICE = "advice"
-    """A default for callers that set no value. This engine's requests always have a value, so it is only logged."""
+    """A default for callers that set no value. This engine's requests always have a value, so the default is only
+    logged."""
     NONE = "none"
     """It changes no token."""
 
@@ -46,7 +47,7 @@ class FileKey:
     Attributes:
         effect: Its effect on tokens.
         neutral: Values that change nothing, in addition to null, an empty object and lists of neutral values.
-        why: A sentence for the error about what the engine does instead.
+        why: A sentence for the error, which says what the engine does instead.
     """
 
     effect: Effect
@@ -96,7 +97,7 @@ def used_members(members: Members, table: KeyTable) -> Members:
     for name, value in members.values.items():
         key = find_key(name, table)
         if key is None:
-            # Ignore unknown keys, as the reference does, but log them: they may come from a newer version of it.
+            # Ignore unknown keys, as the reference does, but log them: a newer version of the reference may use them.
             unknown.append(name)
         elif key.effect is Effect.USED:
             used[name] = value

@@ -1,4 +1,4 @@
-"""Waits for the first of several awaitables, such as a request's work and its caller's disconnection."""
+"""Waits for the first of several awaitables, such as the computation of a request and the caller's disconnection."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -6,9 +6,9 @@ from typing import Any
 
 
 async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
-    """Wait until at least one has ended; then cancel the others and wait for their end.
+    """Wait until at least one has ended, then cancel the others and wait for them to end.
 
-    Returns for each its future if it ended on its own, with its result or exception, and None if it was cancelled.
+    Returns for each awaitable its future, with its result or exception, or None if it was cancelled here.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

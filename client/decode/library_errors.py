@@ -1,8 +1,9 @@
 """The errors of libraries that are written in Rust, as errors of this package.
 
-Such a library panics when it finds a bug in itself. pyo3, which connects it with Python, then raises an exception that
-derives from BaseException. `except Exception` misses that, so one request's error would reach other requests. So every
-call with data that a tenant or a model's file has chosen is made inside `panics_caught` or `rejected`.
+Such a library panics when it detects a bug of its own. pyo3, which connects it with Python, then raises an exception
+that derives from BaseException. `except Exception` does not catch it, so one request's error would reach other
+requests. So every call with data that a tenant or a model's file has chosen is made inside `panics_caught` or
+`rejected`.
 """
 
 from asyncio import CancelledError
@@ -25,7 +26,7 @@ def panics_caught() -> Iterator[None]:
 
 @contextmanager
 def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn any exception of a library, also a panic, into an error of `kind`. A lack of memory passes."""
+    """Turn any exception of a library, even a panic, into an error of `kind`. MemoryError passes."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DecodeError):

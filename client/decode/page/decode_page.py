@@ -6,8 +6,8 @@
     GET    /page/history                      the last hour
     DELETE /page/tenants/TENANT/region        ends a tenant's region, as the lease's tenant
 
-State and actions require a key, as `Authorization: Bearer KEY`. The operator's shows everything and may revoke; a
-tenant's shows that tenant alone, as if it were the server's only one. The page takes the key from its URL, after
+State and actions require a key, as `Authorization: Bearer KEY`. The operator's key shows everything and may revoke; a
+tenant's key shows that tenant alone, as if it were the server's only one. The page takes the key from its URL, after
 `#key=`, a part that browsers never send. Texts are shown only for the demonstration's own requests; other requests are
 only counted.
 """
@@ -77,8 +77,8 @@ HEADERS: Final = {
 }
 
 MAX_STREAMS: Final = 16
-"""Maximum number of simultaneous streams of the operator, and likewise of all tenants together; one more is refused.
-Each stream receives the state several times a second.
+"""Maximum number of simultaneous streams of the operator, and as many again of all tenants together; one more is
+refused. Each stream receives the state several times a second.
 """
 
 MAX_TENANT_STREAMS: Final = 2
@@ -88,7 +88,7 @@ SNAPSHOT_S: Final = 0.25
 """Seconds between two states. All streams share one encoding, so a further stream costs only the sending."""
 
 STREAM_S: Final = 10.0
-"""Duration of one stream in seconds, after which its page opens another one. So pages delay a server's stop only
+"""Duration of one stream in seconds, after which its page opens another one. Short streams delay a server's stop only
 briefly.
 """
 
@@ -99,18 +99,18 @@ LATEST_REQUESTS: Final = 100
 """Number of a tenant's latest requests for which the page shows the times to the first token."""
 
 LATEST_GAPS: Final = 200
-"""Number of the latest steps with a tenant's tokens for which the page shows the times between tokens."""
+"""Number of a tenant's latest steps for which the page shows the times between tokens."""
 
 MAX_PREFIXES: Final = 64
-"""Maximum number of shared prefixes that are shown, each once for each model that has it."""
+"""Maximum number of shared prefixes that are shown. A prefix of several models counts once for each."""
 
 MAX_TENANTS: Final = 64
-"""Maximum number of tenants that are shown to the operator, in the order of the settings. Each makes the state and the
-page larger."""
+"""Maximum number of tenants that are shown to the operator, in the order of the settings. Each one makes the state and
+the page larger."""
 
 MAX_HISTORIES: Final = 256
-"""Maximum number of tenants with a separate history of the last hour, about 100 kB each. Other tenants see their
-present figures only.
+"""Maximum number of tenants with a separate history of the last hour, about 100 kB each. Other tenants see only their
+present figures.
 """
 
 REVOKED_BY: Final = "revoked on the decode server's page"
@@ -164,7 +164,7 @@ class PageFeed(DecoderObserver):
                 history.add_tokens(now, count)
 
     def on_gap(self, tenant_id: str, seconds: float, count: int) -> None:
-        """Note `count` times of `seconds` between two tokens of a tenant's sequences; the metrics measure them."""
+        """Note `count` times of `seconds` between two tokens of a tenant's sequences. The metrics measure these."""
         now = self._clock()
         _counts_of(self._gaps, tenant_id, LATEST_GAPS).add(seconds, count)
         for history in self._histories_with(tenant_id):
@@ -192,7 +192,7 @@ class PageFeed(DecoderObserver):
             _counts_of(self._first_tokens, tenant_id, LATEST_REQUESTS).add(seconds)
             for history in self._histories_with(tenant_id):
                 history.add_first_token(now, seconds)
-        # A request that waited too long counts as refused, like on a full queue.
+        # A request that waited too long counts as refused, as it does if the queue is full.
         if isinstance(report.reason, AdmissionReason) or report.reason is CompletionReason.DEADLINE_EXCEEDED:
             self._add_refusal(tenant_id, report.reason.value, report.detail)
 
@@ -222,14 +222,14 @@ class PageFeed(DecoderObserver):
         return history
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        """Add the event of a move to another engine, or of a loss and its end."""
+        """Add an event: the move to another engine, or the loss of an engine and its end."""
         kind = EventKind.ENGINE_MOVED if report.is_planned else EventKind.ENGINE_LOST
         self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
 
     def on_prefix_changed(self, report: PrefixChanged) -> None:
-        """Add the event of the end of a shared prefix, or of its return.
+        """Add an event: the end of a shared prefix, or its return.
 
-        A load adds no event, because every prefix has one.
+        The first load of a prefix adds no event, because every prefix has one.
         """
         kinds = {PrefixChange.REBUILD: EventKind.PREFIX_REBUILT, PrefixChange.END: EventKind.PREFIX_ENDED}
         if kind := kinds.get(report.change):
@@ -248,8 +248,7 @@ class PageFeed(DecoderObserver):
     def state(self, viewer: str | None = None) -> dict[str, Any]:
         """Return the state that the page draws, as a JSON object: all of it, or the part that a tenant may see."""
         demo, pool, now = self._demo(), self._pool(), self._clock()
-        # The page is served before a decoder has opened; it then shows no tenants. With many models, it shows each
-        # tenant's sums.
+        # Until a decoder has opened, the page shows no tenants. With many models, it shows each tenant's sums.
         decoders = self.decoders()
         tenants: dict[str, list[TenantState]] = {}
         for decoder in decoders:
@@ -261,7 +260,7 @@ class PageFeed(DecoderObserver):
         visible = list(tenants)[:MAX_TENANTS] if viewer is None else [viewer] if viewer in tenants else []
         for tenant_id in visible:
             text = texts.get(tenant_id)
-            # Only the demonstration's texts: those of other requests are their callers'.
+            # Show only the demonstration's texts: the texts of other requests belong to their callers.
             counters = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
             shown.append(self._tenant(tenant_id, tenants[tenant_id], rates.get(tenant_id, 0.0)) | counters)
         served = {} if pool is None else pool.specs
@@ -290,7 +289,7 @@ class PageFeed(DecoderObserver):
         }
 
     def decoders(self) -> list[Decoder]:
-        """Return the decoders that are open: that of the only model, or those of the pool."""
+        """Return the open decoders: the only model's, or the pool's."""
         return list(self._decoders_by_model().values())
 
     def _decoders_by_model(self) -> dict[str, Decoder]:
@@ -342,7 +341,7 @@ class PageFeed(DecoderObserver):
 
 
 def _counts_of(counts: dict[str, TimeCounts], tenant_id: str, latest: int) -> TimeCounts:
-    """Return a tenant's latest times. Makes them only if they are missing, because steps call this."""
+    """Return a tenant's latest times. Creates them only if they are missing, because every step calls this."""
     times = counts.get(tenant_id)
     if times is None:
         times = counts[tenant_id] = TimeCounts(latest)
@@ -375,7 +374,7 @@ class DecodePage:
         pool: On a server with several models, returns their pool instead of a decoder.
 
     Attributes:
-        observer: The observer that the decoder is to call; `on_gap` receives the times that the metrics measure.
+        observer: The observer that the decoder must call; `on_gap` receives the times that the metrics measure.
     """
 
     def __init__(
@@ -389,7 +388,8 @@ class DecodePage:
     ) -> None:
         self.observer = PageFeed(decoder, model, demo, pool=pool)
         self._digest, self._keys = operator_digest, keys
-        # Open streams, and the latest state as an event with the time, by the tenant; None is the operator.
+        # By tenant, with None for the operator: the number of open streams, and the latest state as an event with its
+        # time.
         self._streams = Counter[str | None]()
         self._encoded: dict[str | None, tuple[float, bytes]] = {}
         folder = files(decode).joinpath("page")
@@ -424,14 +424,14 @@ class DecodePage:
             return _problem(503, text, {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(headers=HEADERS, media_type=EVENT_STREAM)
-        # Counted here rather than at its first bytes: several requests may arrive before the first stream runs.
+        # Count the stream here, not at its first bytes: several requests may arrive before the first stream runs.
         self._streams[viewer] += 1
         return _Stream(self._stream(viewer), lambda: self._on_stream_end(viewer))
 
     def _is_full(self, viewer: str | None) -> bool:
         if viewer is None:
             return self._streams[None] >= MAX_STREAMS
-        # Tenants can't use up the operator's streams, and one tenant can't use up those of all.
+        # Tenants can't use up the operator's streams, and one tenant can't use up the streams of all tenants.
         of_tenants = self._streams.total() - self._streams[None]
         return self._streams[viewer] >= MAX_TENANT_STREAMS or of_tenants >= MAX_STREAMS
 
@@ -488,7 +488,7 @@ class DecodePage:
         return JSONResponse({"tenant": tenant_id, "region": lease_ids}, headers=HEADERS)
 
     def _viewer(self, request: Request) -> str | Response | None:
-        """Return the tenant of the request's key, or None for the operator's. Without either, return the refusal."""
+        """Return the tenant of the request's key, None for the operator's key, or the refusal of any other."""
         authorization = request.headers.get("authorization", "")
         digest = bearer_digest(authorization)
         # Digests are compared in constant time, like tenants' keys.

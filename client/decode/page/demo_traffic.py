@@ -31,7 +31,7 @@ RETRY_S: Final = 2.0
 """Seconds before a retry after a request that failed, for example while the tenant's region can't be rebuilt."""
 
 TAIL_CHARACTERS: Final = 600
-"""Maximum number of characters of a text that are kept: the page shows no more."""
+"""Maximum number of characters of a text that are kept, and so shown on the page."""
 
 SAMPLING: Final = SamplingParameters(temperature=0.8, top_p=0.95)
 
@@ -50,7 +50,7 @@ class DemoText:
 
 
 class DemoTraffic:
-    """Keeps each tenant generating. `run` it as a task, and cancel that to stop.
+    """Keeps each tenant generating. Run `run` as a task, and cancel the task to stop.
 
     Attributes:
         texts: The latest text of each tenant, by its id.
@@ -77,7 +77,7 @@ class DemoTraffic:
                 return
             except GpuLeaseError:
                 await asyncio.sleep(RETRY_S)
-            # Also changes the seed, so that texts differ.
+            # This changes the seed, too, so that texts differ.
             number += len(self._tenants) + 1
 
     async def _generate(self, tenant_id: str, prompt: str, seed: int) -> None:

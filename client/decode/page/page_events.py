@@ -9,7 +9,8 @@ MAX_EVENTS: Final = 30
 """Maximum number of events that are kept and shown."""
 
 MERGED_S: Final = 10.0
-"""Seconds in which similar events of a tenant are merged, so that a flood of refusals can't push out other events."""
+"""Seconds within which similar events of a tenant are merged, so that a flood of refusals can't push out other
+events."""
 
 MAX_DETAIL_CHARACTERS: Final = 300
 """Maximum number of characters of an error that an event repeats."""
@@ -38,13 +39,13 @@ class PageEvent:
 
     Attributes:
         number: Its unique number.
-        at: When the last of them happened, in the page's seconds.
+        at: When the last one happened, in the page's seconds.
         tenant_id: Its tenant; "" for the whole server. The name of a shared prefix.
         kind: What happened.
         count: How often.
-        seconds: The longest time that one of them took; 0 if they have no time.
-        tokens: The total of tokens that were computed again.
-        detail: The cause of the last of them, or the thing that was lost.
+        seconds: The longest time that one took; 0 if the kind has no time.
+        tokens: The total number of tokens that were computed again.
+        detail: The cause of the last one, or the thing that was lost.
     """
 
     number: int
@@ -113,13 +114,13 @@ class PageEvents:
         return [
             {"number": one.number, "ago_s": round(now - one.at, 1), "tenant": one.tenant_id, "text": one.text}
             for one in self._events
-            # A shared prefix's event has the prefix's name, which may be a tenant's, too.
+            # A shared prefix's event has the prefix's name as its tenant, and a tenant may have the same name.
             if tenant_id is None or (one.tenant_id == tenant_id and one.kind not in _OF_PREFIXES)
         ]
 
 
 def duration(seconds: float) -> str:
-    """Return a time with a fitting unit, for people."""
+    """Return a duration with a suitable unit, for people."""
     if seconds < 0.001:
         return f"{seconds * 1e6:,.0f} µs"
     return f"{seconds * 1e3:,.0f} ms" if seconds < 10 else f"{seconds:,.0f} s"

@@ -15,20 +15,20 @@ SHORTEST_SPAN_S: Final = 300.0
 """Seconds that are shown at the start, so that a chart is not almost empty for an hour."""
 
 SHORTEST_TIME_S: Final = 1e-6
-"""Times below this count as this time, because 0 has no logarithm."""
+"""Shorter times count as this time, because 0 has no logarithm."""
 
 HIGH: Final = 0.99
-"""The share of times that the high percentile, p99, is not below."""
+"""The share of times that the high percentile, p99, must not be below."""
 
 _LOG_RATIO: Final = math.log(1.02)
-"""The logarithm of the ratio of two neighbouring buckets: a percentile is off by 1 % at most."""
+"""The logarithm of the ratio of two neighbouring buckets. A percentile is off by at most 1 %."""
 
 
 class TimeCounts:
     """Counts of times in buckets, each 2 % above the one before: many times take little memory.
 
     Args:
-        latest: How many of the latest additions count; None: all.
+        latest: How many of the latest additions count; None for all.
     """
 
     def __init__(self, latest: int | None = None) -> None:
@@ -36,12 +36,12 @@ class TimeCounts:
         self._latest = None if latest is None else deque[tuple[int, int]](maxlen=latest)
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Count a time of `seconds` in its bucket, `count` times. Times below SHORTEST_TIME_S count as that."""
+        """Count a time of `seconds` in its bucket, `count` times. Shorter times count as SHORTEST_TIME_S."""
         bucket = round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)
         self._counts[bucket] += count
         if self._latest is None:
             return
-        # Count the times as they come, because the page asks several times a second.
+        # Keep the counts current with each addition, because the page asks several times a second.
         if len(self._latest) == self._latest.maxlen:
             oldest, oldest_count = self._latest[0]
             self._counts[oldest] -= oldest_count
@@ -52,7 +52,7 @@ class TimeCounts:
     def percentiles_ms(self, *shares: float) -> tuple[float | None, ...]:
         """Return for each share, in ascending order, the time in milliseconds that it does not exceed.
 
-        Without any times, those are None.
+        Without any times, the results are None.
         """
         found: list[float | None] = []
         ranks, seen = deque(math.ceil(share * self._counts.total()) for share in shares), 0

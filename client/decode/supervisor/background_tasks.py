@@ -22,7 +22,7 @@ class BackgroundTasks:
     async def stop(self) -> None:
         """Cancel the tasks that are running, and wait until they have ended. Their errors are dropped."""
         tasks = list(self._tasks)
-        # Cancel all first, then wait, so that they end in parallel.
+        # Cancel all before waiting, so that they end in parallel.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

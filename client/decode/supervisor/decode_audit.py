@@ -1,11 +1,11 @@
-"""Records of a decoder's requests in the daemon's audit log: the records' contents, and the task that writes them.
+"""Records of a decoder's requests in the daemon's audit log: their contents, and the task that writes them.
 
     audit = await DecodeAudit.of(checkpoint)
     async with Decoder.open(checkpoint, observers=[audit]) as decoder, audit.writing(lambda: decoder.engine.lease):
         ...
 
-A record has digests and no text. `gpulease audit recompute` takes a record and its prompt, computes the output again,
-and compares the digests.
+A record contains digests, no texts. `gpulease audit recompute` takes a record and its prompt, computes the output
+again, and compares the digests.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ MAX_PENDING: Final = 16_384
 the server run out of memory."""
 
 AT_ONCE: Final = 64
-"""Maximum number of records in one write, which waits for the disk once. A renewal of the lease waits for it."""
+"""Maximum number of records in one write, which waits for the disk once. A renewal of the lease waits for the write."""
 
 RETRY_S: Final = 1.0
 """Seconds between two tries to write a record that the daemon did not accept."""
@@ -51,10 +51,11 @@ MAX_NAME_CHARACTERS: Final = 128
 """Maximum number of characters of a name in a record, so that the record stays below the size limit of a note."""
 
 SERVER_BYTES: Final = 8
-"""Number of random bytes in a server's name in its records: enough that no two servers in one log share a name."""
+"""Number of random bytes in the name that a server uses in its records: enough that no two servers in one log share a
+name."""
 
 _FLOATS: Final = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Sampling parameters that are floats, and that a record contains only if they differ from their defaults."""
+"""Sampling parameters that are floats. A record contains them only if they differ from their defaults."""
 
 EVENT: Final = "decode"
 START_EVENT: Final = "decode_start"
@@ -86,7 +87,7 @@ class TokenDigest:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBy:
-    """The inputs, other than prompt and sampling, on which a request's output depends.
+    """Everything that a request's output depends on, other than prompt and sampling.
 
     Attributes:
         model: The model's name: the last part of its path; on a server with several models, its name in requests.
@@ -102,7 +103,7 @@ class ComputedBy:
 
     @classmethod
     async def of(cls, checkpoint: Checkpoint, *, packed: bool = True, name: str = "") -> Self:
-        """Read the model's files, in a thread. `name` is its name in requests. Raises ModelRejected."""
+        """Read the model's files, in a thread. `name` is the model's name in requests. Raises ModelRejected."""
         name = _text(name or Path(checkpoint.name).name)
         return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed)
 
@@ -112,9 +113,9 @@ class ComputedBy:
 
 
 def note_of(finished: FinishedRequest, computed_by: ComputedBy, server: str, number: int) -> dict[str, Any]:
-    """Return the record of a request. It has no floats: sampling parameters are written as their shortest texts.
+    """The record of a request. The record has no floats: sampling parameters are written as their shortest texts.
 
-    `server` and `number` identify the record, which may be in the log twice if a connection broke during the write.
+    `server` and `number` identify the record: it may be in the log twice, if a connection broke during the write.
     """
     sampling = finished.sampling
     return {
@@ -146,10 +147,10 @@ def note_of(finished: FinishedRequest, computed_by: ComputedBy, server: str, num
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecord:
-    """A request's record as it was read from the log: the inputs of the computation, and the digest of its output.
+    """A request's record, read from the log: the inputs of the computation, and the digest of its output.
 
     Attributes:
-        digests: The digests of parameters that `sampling` does not have, as `digests_of` returns them.
+        digests: The digests, as `digests_of` returns them, of parameters that `sampling` does not have.
         grammar_by: The library that computed the grammar's masks; "" without a grammar.
     """
 
@@ -163,7 +164,7 @@ class DecodeRecord:
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
         """Parse a note. Raises ValueError if it is not the record of a request."""
-        # The same lease has other notes, such as the one about the server's start.
+        # The lease has other notes, too, such as the one about the server's start.
         if note.get("event") != EVENT:
             raise ValueError("it describes no request")
         try:
@@ -214,7 +215,7 @@ def digests_of(sampling: SamplingParameters) -> dict[str, str]:
 
 
 def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
-    """Return the record's members for further parameters that affect the choice of tokens; only those that are set."""
+    """Return the record's members for further parameters that affect the choice of tokens, if they are set."""
     defaults = SamplingParameters()
     changes: dict[str, Any] = {
         name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(defaults, name)
@@ -258,9 +259,9 @@ class DecodeAudit(DecoderObserver):
         return cls(await ComputedBy.of(checkpoint, packed=packed))
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Queue the record of a request. A lost record uses up a number, too, so the audit log shows a gap."""
+        """Queue the record of a request. Even a lost record uses up a number, so the audit log shows a gap."""
         self._finished += 1
-        # Drop the newest record, so that the others stay in order.
+        # Drop the newest record, so that the older ones stay in order.
         if len(self._pending) >= MAX_PENDING:
             self._count_lost(1, f"{MAX_PENDING} wait already")
             return
@@ -276,9 +277,9 @@ class DecodeAudit(DecoderObserver):
     async def writing(self, lease: Callable[[], GpuLease]) -> AsyncIterator[None]:
         """Write records until the block ends, and then the remaining ones. `lease` returns the decoder's current lease.
 
-        Raises Unsupported if the daemon keeps no audit log, and any other error of writing the first record.
+        Raises Unsupported if the daemon keeps no audit log, or any other error of writing the first record.
         """
-        # The first record checks that the daemon accepts notes, and names the served model for readers of the log.
+        # The first record shows that the daemon accepts notes, and names the served model for readers of the log.
         await lease().note({"event": START_EVENT, "server": self.server, **self.by.note()})
         task = asyncio.create_task(self._write(lease))
         try:
@@ -301,7 +302,7 @@ class DecodeAudit(DecoderObserver):
             # Clear this before the queue is read, so that a record that arrives in between starts the next round.
             self._wake.clear()
             while self._pending:
-                # Records stay in the queue until their outcome is known, so a cancelled write loses none of them.
+                # Records stay in the queue until their outcome is known, so a cancelled write loses none.
                 batch = list(islice(self._pending, AT_ONCE))
                 undone = await self._undone(batch, lease)
                 for _ in batch:
@@ -323,7 +324,7 @@ class DecodeAudit(DecoderObserver):
         undone = []
         for note, failure in zip(batch, outcomes, strict=True):
             # The daemon will always refuse this record. Subclasses of InvalidRequest mean that the lease has ended:
-            # then the decoder acquires another lease, which the record is written with.
+            # then the decoder acquires another lease, with which the record is written.
             if type(failure) is InvalidRequest:
                 self._count_lost(1, str(failure))
             elif failure is None:

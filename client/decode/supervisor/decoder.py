@@ -66,27 +66,27 @@ MAX_REGION_LIFE_S: Final = 86_400.0
 """Longest life of a region that is not renewed, in seconds: the default limit of a daemon for a lease's time."""
 
 MAX_ROWS: Final = 1024
-"""Maximum number of rows of a step in a settings file. A larger number is probably a typing error."""
+"""Maximum rows of a step in a settings file. A larger number is probably a typing error."""
 
 MAX_SEQUENCES: Final = 4096
-"""Maximum number of live sequences in a settings file. A larger number is probably a typing error."""
+"""Maximum live sequences in a settings file. A larger number is probably a typing error."""
 
 MAX_REBINDS_AT_ONCE: Final = 1000
 """Maximum of `rebinds_at_once`. A higher number would not limit the cost of replays."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
-"""Default number of processes that parse prompts: one stays free while a tenant's large texts keep the other busy."""
+"""Default number of processes that parse prompts: one stays free while a tenant's large texts occupy the other."""
 
 MAX_TEXT_PROCESSES: Final = 64
 """Maximum number of processes that parse prompts. Each may use half a GiB of memory (`TextLimits`)."""
 
 STEP_PAUSE_S: Final = 0.001
-"""Seconds between two checks whether the last step in flight has ended. A step takes milliseconds."""
+"""Seconds between two checks for the end of the last step in flight. A step takes milliseconds."""
 
 DEFAULT_TENANT: Final = "default"
 
 DEFAULT_SEQUENCES: Final = 4
-"""Number of full-length sequences for which the only tenant of a decoder has blocks."""
+"""Number of full-length sequences for which a decoder's only tenant has blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Decoder:
     Attributes:
         scheduler: Decides what steps compute; only the decoder may change it.
         log: Logs losses and recoveries.
-        prompts: Parses prompts in separate processes. A process that serves several tenants must tokenize with it.
+        prompts: Parses prompts in separate processes. A process that serves several tenants must tokenize through it.
         grammars: Compiles grammars, and computes their masks during the steps.
     """
 
@@ -271,7 +271,7 @@ class Decoder:
         has room, and the errors of `GpuBuilder.acquire`.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        # Compute the layout of all tensors in a thread, so that other decoders of this process continue.
+        # Compute the layout of all tensors in a thread, so that other decoders in this process continue.
         spec = await asyncio.to_thread(
             _engine_spec, checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable
         )
@@ -310,8 +310,8 @@ class Decoder:
         await self._stop()
 
     async def _stop(self) -> None:
-        # First prevent anything new from beginning. Then stop the step loop, then the tasks that open engines and all
-        # requests, then the processes that parse prompts. Free the lease last, when nothing uses the engine.
+        # First prevent new work. Then stop the step loop, then the tasks that open engines and all requests, then the
+        # processes that parse prompts. Free the lease last, when nothing uses the engine.
         self._supervisor.close()
         await self._steps.stop()
         await self._supervisor.stop()
@@ -330,7 +330,7 @@ class Decoder:
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the model embeds a text; None if it can only generate text."""
+        """How the model turns a text into a vector; None if it can only generate text."""
         return self._checkpoint.pooling
 
     @property
@@ -345,7 +345,7 @@ class Decoder:
 
     @property
     def prefixes(self) -> list[PrefixState]:
-        """The shared prefixes, with how much each is used and whether its region has ended."""
+        """The shared prefixes: how much each is used, and whether its region has ended."""
         return self._supervisor.prefixes
 
     @property
@@ -359,7 +359,7 @@ class Decoder:
 
     @property
     def rebinds(self) -> int:
-        """Number of regions that replaced others: after the end of a region, or by a move before its end."""
+        """Number of regions that replaced others, after their end or by a move before it."""
         return self._supervisor.reopened + self.moves.count
 
     @property
@@ -394,8 +394,8 @@ class Decoder:
             tenant_id: The request's tenant.
             wait_s: Seconds for which the request may wait for room; if 0, it is refused if there is no room at once.
             request_id: The request's id, which must not be in use; None: the decoder chooses one.
-            priority: The tenant's waiting requests with a lower number are admitted first.
-            ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
+            priority: Among the tenant's waiting requests, those with a lower number are admitted first.
+            ranks: How many of the likeliest tokens to report with each token, at most MAX_RANKS.
             scores_prompt: Whether `Generation.prompt_scores` reports the prompt's tokens with their probabilities.
             masks: The result of `grammars.compile` for the sampling's grammar; each request needs a separate one.
             pooling: How the prompt's rows become the vector `Generation.pooled`; None for no vector.
@@ -410,7 +410,7 @@ class Decoder:
             raise RequestRejected("a request with a grammar must have its masks, and no other may", "Compile it first")
         ledger, now = self._ledger, self._clock()
         if request_id is None:
-            # Callers may choose the same form of id themselves, so skip ids in use.
+            # Callers may choose ids of the same form, so skip ids that are in use.
             request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
         tokens = tuple(token_ids)
         request = PromptRequest(
@@ -451,7 +451,7 @@ class Decoder:
         self, prompt: Sequence[int], sampling: SamplingParameters, masks: TokenMasks | None
     ) -> TokenGuide | None:
         vocabulary = self.scheduler.settings.vocabulary
-        # Check this for all requests: a stop token outside the vocabulary would never stop anything.
+        # Check this for all requests: a stop token outside the vocabulary would never stop a sequence.
         _check_known("stop_token_ids", sampling.stop_token_ids, vocabulary)
         if not sampling.changes_logits and masks is None:
             return None
@@ -492,8 +492,8 @@ class Decoder:
     ) -> AsyncGenerator[str, None]:
         """Continue a text. Yields the continuation in pieces of whole characters, as they are computed.
 
-        Closing the generator ends the sequence. Arguments are those of `submit`. The text is tokenized in another
-        process. Meanwhile it counts as a waiting request of its tenant.
+        Closing the generator ends the sequence. The arguments are as for `submit`. The text is tokenized in another
+        process, and meanwhile counts as a waiting request of its tenant.
 
         Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that exceeds the limits of
         tokenization, and the errors of `submit` and of the generation's iterator.
@@ -517,13 +517,13 @@ class Decoder:
     async def tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer. Raises ModelRejected if the model has none, or a broken one.
 
-        It decodes tokens, and tokenizes your own texts. While it tokenizes, no other Python code of this process runs,
-        and no limit applies, so use `prompts` for tenants' texts. The first call loads it in a thread, which takes a
-        second for a large vocabulary.
+        Use it to decode tokens, and to tokenize your own texts. While it tokenizes, no other Python code of this
+        process runs, and no limit applies, so use `prompts` for tenants' texts. The first call loads it in a thread,
+        which takes a second for a large vocabulary.
         """
         if self._tokenizer is None:
             self._tokenizer = asyncio.ensure_future(asyncio.to_thread(self._checkpoint.tokenizer))
-        # One load serves all callers, so a caller that is cancelled must not cancel it.
+        # All callers share one load, so a caller that is cancelled must not cancel it.
         return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
@@ -571,12 +571,12 @@ class Decoder:
                 daemon must then have room for both engines; a fleet finds a node with room.
 
         Raises the errors of `open`, EngineDecodeFailed or NoModelLoaded if the decoder has ended. After an error the
-        current engine continues to serve, if it can.
+        current engine keeps serving, if it can.
         """
         await self._supervisor.move(address)
 
     async def share(self, prefixes: Iterable[SharedPrefix]) -> None:
-        """Share these prefixes with all tenants from now on, in place of the current ones.
+        """From now on, share these prefixes with all tenants, instead of the current ones.
 
         Opens an engine with these prefixes, and moves all sequences there, as `move` does. Raises the errors of `move`,
         and RequestRejected for prefixes that can't be shared. After an error the current prefixes stay shared.
@@ -589,13 +589,13 @@ class Decoder:
         """Move the engine's memory to the host's memory, which frees the card's bytes for other leases.
 
         No request may be in progress. The next request brings the memory back to the same addresses, and waits for it;
-        its tokens are the same as without parking. Returns how many bytes were moved.
+        the tokens are the same as without parking. Returns the number of bytes that were moved.
 
         Raises RequestRejected if a request is in progress, and the errors of `GpuLease.park`.
         """
         if len(self._ledger):
             raise RequestRejected("requests are in progress", "Park the decoder when none is")
-        # Wait for the steps of cancelled requests, because taking their results later would bring the memory back.
+        # Wait for the steps of cancelled requests, because their results, taken later, would bring the memory back.
         while self.scheduler.unanswered_steps:  # noqa: ASYNC110  # the loop has no event for it
             await asyncio.sleep(STEP_PAUSE_S)
         self.moves.is_paused = True
@@ -606,9 +606,9 @@ class Decoder:
             raise
 
     async def unpark(self) -> None:
-        """Bring the memory back now, before the next request has to wait for it.
+        """Bring the memory back now, so that the next request need not wait for it.
 
-        Raises Busy if the card has no room in time, and the errors of the end of the lease.
+        Raises Busy if the card has no room in time, and the error that ended the lease if it has ended.
         """
         await self.engine.session.sync()
         self.moves.is_paused = False
@@ -620,9 +620,9 @@ class Decoder:
         self._supervisor.check_alive()
 
     async def wait_ended(self) -> None:
-        """Wait until the decoder has ended: it is closed, or an internal error has ended it.
+        """Wait until the decoder has ended, because it was closed or by an internal error.
 
-        The loss of an engine does not end it. Raises nothing; `check_alive` raises the error that ended it.
+        The loss of an engine does not end the decoder. Raises nothing; `check_alive` raises the error that ended it.
         """
         await self._supervisor.wait_ended()
 
@@ -656,7 +656,7 @@ def _engine_spec(
     """
     positions = positions_of(checkpoint, settings)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
-    # Without tenants, make one that may have all sequences, with blocks for a few of full length.
+    # Without tenants, make one that may have all sequences, with blocks for a few sequences of full length.
     tenants = tenants or (_only_tenant(limits),)
     pools = [tenant.max_blocks for tenant in tenants]
     if settings.region_life_s is not None:
@@ -707,7 +707,7 @@ def _check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:
 
 
 def _check_any_is_left(vocabulary: int, sampling: SamplingParameters, ends: frozenset[int]) -> None:
-    """Raise RequestRejected for lists that leave no token to choose, whatever was emitted before."""
+    """Raise RequestRejected for lists that leave no token to choose, regardless of earlier tokens."""
     banned = {word[-1] for word in sampling.bad_words} | (ends if sampling.min_tokens else set())
     allowed = set(sampling.allowed_token_ids)
     if not (allowed - banned if allowed else len(banned) < vocabulary):
@@ -738,6 +738,6 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
 
 
 def _window_of(config: ModelConfig, positions: int) -> int | None:
-    """Return the maximum number of positions that a row attends to in any layer; None if some layer has no window."""
+    """Return the most positions that a row attends to in any layer; None if some layer has no window."""
     windows = [config.window(layer, positions) for layer in range(config.layers)]
     return max((window for window in windows if window is not None), default=None) if all(windows) else None

@@ -1,4 +1,4 @@
-"""The life of a decoder's engine: its phases, and each event's changes and effects. It does no I/O.
+"""The life of a decoder's engine: its phases, and how each event changes them and what effects it has. No I/O.
 
     Serving --fault isolation--> Isolating --all cleared--> Serving
     Serving | Isolating --loss--> Lost
@@ -27,7 +27,7 @@ EngineT = TypeVar("EngineT")
 
 @dataclass(frozen=True, slots=True)
 class PendingLoss:
-    """A loss that was reported outside of any step; the step loop handles it between two steps.
+    """A loss that was reported outside any step. The step loop handles it between two steps.
 
     Attributes:
         error: What ended the engine.
@@ -60,7 +60,7 @@ class Isolating(Generic[EngineT]):
     Attributes:
         engine: The engine.
         since: When it took over, in monotonic seconds.
-        cleared_at: For each suspect, how many tokens it must have emitted to be cleared: those emitted at the loss, and
+        cleared_at: For each suspect, how many tokens it must have emitted to be cleared: as many as at the loss, plus
             one for each step that may have been in progress.
         pending_loss: The engine's loss, if it was reported and the step loop has not handled it yet.
     """
@@ -103,7 +103,7 @@ class Adopting(Generic[EngineT]):
 
     Attributes:
         successor: The engine that is ready.
-        before: The phase that continues until the successor takes over. Its engine may be lost before that.
+        before: The phase that continues until the successor takes over. Its engine may be lost before then.
     """
 
     successor: EngineT
@@ -111,7 +111,7 @@ class Adopting(Generic[EngineT]):
 
     @property
     def engine(self) -> EngineT:
-        """The engine that computes the steps in flight. It is not the successor yet."""
+        """The engine that computes the steps in flight, which is not yet the successor."""
         return self.before.engine
 
     @property
@@ -126,7 +126,7 @@ class Closed(Generic[EngineT]):
 
     Attributes:
         engine: The last engine.
-        error: Why it ended: it was closed, or an internal error ended it.
+        error: Why it ended: because it was closed, or through an internal error.
         is_lost: Whether the engine had been lost before.
     """
 
@@ -149,7 +149,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class AwaitAnswers(Generic[EngineT]):
-    """Give the steps in flight some time to end by themselves, then call `answers_overdue`."""
+    """Give the steps in flight time to end by themselves, then call `answers_overdue`."""
 
     engine: EngineT
     error: Exception
@@ -208,7 +208,7 @@ class Isolate:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Write a log line: about `error` if there is one, otherwise a warning or an information."""
+    """Write a log line: about `error` if there is one, otherwise a warning or a notice."""
 
     event: str
     fields: Mapping[str, Any]
@@ -232,18 +232,18 @@ Effect = (
 
 
 class RequestsInProgress(Protocol):
-    """The state of requests that fault isolation needs. Requests have the ids that their callers know."""
+    """What fault isolation needs to know about requests. Requests have the ids that their callers know."""
 
     def is_in_progress(self, request_id: str) -> bool:
         """Return whether the request has not ended."""
 
     def emitted_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that it has emitted; 0 if it has ended."""
+        """Return the number of tokens that the request has emitted; 0 if it has ended."""
 
     def is_computable(self, request_id: str) -> bool:
         """Return whether a request would get rows after its admission.
 
-        A suspended tenant's request would not, and a group that waited for it would hold up all others.
+        A suspended tenant's request would not, and a group that waited for it would delay all others.
         """
 
 
@@ -251,7 +251,7 @@ class RequestsInProgress(Protocol):
 
 
 class EngineLifecycle(Generic[EngineT]):
-    """The phase of one decoder's engine, and the history of losses that decides pauses and suspects.
+    """The phase of one decoder's engine, and the history of losses, which decides pauses and suspects.
 
     Attributes:
         phase: The phase.
@@ -276,7 +276,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def loss(self) -> Lost[EngineT] | None:
-        """The loss after which no engine serves yet; None while there is an engine, and once the decoder has ended."""
+        """The loss, if no engine serves yet; None while there is an engine, and once the decoder has ended."""
         phase = self._serving_phase
         return phase if isinstance(phase, Lost) else None
 
@@ -287,11 +287,11 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is an engine, and no loss of it was reported."""
+        """Whether there is an engine whose loss was not reported."""
         return self.has_engine and self.phase.pending_loss is None
 
     def is_engaged(self, engine: EngineT) -> bool:
-        """Return whether this engine is the one that computes, and not a lost one or a successor."""
+        """Return whether this engine is the one that computes, rather than a lost one or a successor."""
         return self.has_engine and self.phase.engine is engine
 
     def is_wanted(self, loss_number: int) -> bool:
@@ -318,7 +318,7 @@ class EngineLifecycle(Generic[EngineT]):
         return self.phase.before if isinstance(self.phase, Adopting) else self.phase
 
     def _is_in_doubt(self, request_id: str) -> bool:
-        """Return whether a member of the current group has not passed the position of the loss yet."""
+        """Return whether a member of the current group has not yet passed the position of the loss."""
         assert isinstance(self.phase, Isolating)
         requests = self._requests
         return (
@@ -329,7 +329,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- an engine is lost ---
 
     def report_loss(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
-        """Process a report of an engine's loss from outside the step loop. Reports on other engines change nothing."""
+        """Process a report of an engine's loss from outside the step loop. Ignores reports on other engines."""
         # Ignore a late report on an engine that was lost or replaced before.
         if not self.is_engaged(engine):
             return []
@@ -338,7 +338,7 @@ class EngineLifecycle(Generic[EngineT]):
         return [Wake(), AwaitAnswers(engine, error)]
 
     def answers_overdue(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
-        """Abort an engine's steps if they have not ended: no other sign shows that its host is dead."""
+        """Abort an engine's steps if they have not ended: only their silence shows that its host is dead."""
         pending = self.phase.pending_loss
         if not self.is_engaged(engine) or (pending is not None and pending.is_aborting):
             return []
@@ -361,8 +361,9 @@ class EngineLifecycle(Generic[EngineT]):
         Args:
             error: What ended it.
             now: The monotonic clock.
-            steps: Number of steps that the decoder has computed so far, on all engines.
-            under_way: The requests with rows in the steps in flight, each with the number of tokens it has emitted.
+            steps: Number of steps that the decoder has computed, on all engines.
+            under_way: The requests with rows in the steps in flight, each with the number of tokens that it has
+                emitted.
         """
         # Step 1: count losses in a row, which decide the pause. Losses without a computed step in between are one
         # outage, unless the engine had served for a long time.
@@ -430,12 +431,12 @@ class EngineLifecycle(Generic[EngineT]):
         return [Wake()]
 
     def withdraw(self, engine: EngineT) -> None:
-        """Withdraw an offer that was not adopted yet."""
+        """Withdraw an offer that was not yet adopted."""
         if isinstance(self.phase, Adopting) and self.phase.successor is engine:
             self.phase = self.phase.before
 
     def adopt(self, now: float) -> list[Effect[EngineT]]:
-        """Let the successor take over. No step may be in progress, and the caller then calls `isolate_next`."""
+        """Let the successor take over. No step may be in progress. The caller then calls `isolate_next`."""
         phase = self.phase
         assert isinstance(phase, Adopting)
         before, engine = phase.before, phase.successor

@@ -23,16 +23,16 @@ FIRST_PAUSE_S: Final = 0.1
 """Pause in seconds after the first attempt to open an engine or a region; each further attempt doubles it."""
 
 MAX_PAUSE_S: Final = 5.0
-"""Longest pause in seconds between two attempts, so that a daemon is used soon after it returns."""
+"""Longest pause in seconds between two attempts, so that a daemon that returns is used soon."""
 
 MAX_PAUSE_OF_LOSSES_S: Final = 60.0
-"""Longest pause in seconds before the next engine after several losses in a row: each engine loads the model."""
+"""Longest pause in seconds before the next engine after several losses in a row. Each engine must load the model."""
 
 LASTED_S: Final = 60.0
 """Seconds after which an engine counts as working even if it has not computed a step."""
 
 TRIES_LOGGED: Final = 8
-"""The first attempts to open an engine, up to this number, are all logged."""
+"""This many first attempts to open an engine are all logged."""
 
 TRIES_PER_LINE: Final = 12
 """After the first TRIES_LOGGED attempts, one attempt in TRIES_PER_LINE is logged: with pauses of MAX_PAUSE_S, one per
@@ -67,11 +67,11 @@ def pause_s(attempt: int) -> float:
 
 def pause_before_engine_s(losses: int) -> float:
     """Return the pause in seconds before the next engine, after `losses` >= 1 losses without a step in between."""
-    # The first loss is answered at once; only an engine that is lost without a step gets a pause before it.
+    # The first loss is answered at once; pause only after an engine that was lost without computing a step.
     return 0.0 if losses <= 1 else back_off_s(losses - 2, FIRST_PAUSE_S, MAX_PAUSE_OF_LOSSES_S)
 
 
 def is_logged(tries: int) -> bool:
     """Return whether this attempt in a row, counted from 1, to open an engine or a region is logged."""
-    # The first attempts show how the recovery proceeds; after that, one line a minute shows that it continues.
+    # The first attempts show how the recovery proceeds; later, one line a minute shows that it continues.
     return tries <= TRIES_LOGGED or tries % TRIES_PER_LINE == 0

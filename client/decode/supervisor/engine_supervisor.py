@@ -1,7 +1,7 @@
 """Supervises a decoder's engine: opens the first engine and its successors, moves the load, and isolates faults.
 
-`engine_lifecycle` decides, and this module carries out its effects with the daemon, the scheduler and the clock.
-Between two steps, the step loop checks whether a change is due. It also reports the losses that it finds.
+`engine_lifecycle` decides; this module carries out the effects of its decisions with the daemon, the scheduler and the
+clock. Between two steps, the step loop checks whether a change is due, and reports any loss that it finds.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ class SupervisedSteps(Protocol):
         """Wake the loop if it is idle, so that it checks again for steps to compute and changes to make."""
 
     def abort(self) -> None:
-        """Stop waiting for the steps in flight, because the pending loss is handled next."""
+        """Stop waiting for the steps in flight. The pending loss is handled next."""
 
     def drop(self) -> Iterable[str]:
-        """Forget the steps in flight. Returns the requests with rows in them, by their callers' ids."""
+        """Forget the steps in flight. Returns the requests with rows in those steps, by their callers' ids."""
 
     def is_suspended(self, tenant_id: str) -> bool:
         """Return whether a tenant waits for `resume`."""
@@ -82,7 +82,7 @@ class EngineSupervisor:
         Args:
             spec: The specification of each engine.
             address: The daemon's or the fleet's address.
-            scheduler: Is notified of losses, and of the regions that tenants get.
+            scheduler: The scheduler. It is notified of losses, and of the regions that tenants get.
             ledger: Passes the resulting events on to callers and observers.
             log: Logs losses and recoveries.
             clock: Monotonic seconds, those of the event loop.
@@ -91,10 +91,10 @@ class EngineSupervisor:
         self.reopened = 0
         self._spec, self._address = spec, address
         self._ledger, self._clock = ledger, clock
-        # For each prefix's name, the id of the region that was reported last for it.
+        # For each prefix's name, the id of the region that was last reported.
         self._prefix_regions: dict[str, int] = {}
         self._hand_over: asyncio.Future[None] | None = None
-        # Held during a change of engines: a recovery, a move or a departure from a node.
+        # Held while engines change: during a recovery, a move, or a departure from a node.
         self._changing = asyncio.Lock()
         self._tasks = BackgroundTasks()
         self._ended = asyncio.Event()
@@ -119,7 +119,7 @@ class EngineSupervisor:
 
     @property
     def serving(self) -> ServingEngine:
-        """The engine with its lease and regions. After a loss, this is the lost engine until another one serves."""
+        """The engine, with its lease and regions. After a loss it is the lost engine, until another one serves."""
         return self._life.phase.engine
 
     @property
@@ -156,14 +156,14 @@ class EngineSupervisor:
         return 0 if generation is None else len(generation.tokens)
 
     def is_computable(self, request_id: str) -> bool:
-        """Return whether the request would get rows after its admission: its tenant is not suspended."""
+        """Return whether the request would get rows after its admission, so whether its tenant is not suspended."""
         generation = self._ledger.find(request_id)
         return generation is None or not self._steps.is_suspended(generation.request.tenant_id)
 
     # --- calls of the step loop ---
 
     def lose(self, error: Exception) -> None:
-        """Process the loss of the engine: the step loop found this error, or it was pending."""
+        """Process the loss of the engine, with the error that the step loop found or that was pending."""
         # Drop the steps in flight first: their results will never come, and their requests may be suspects.
         under_way = {name: self.emitted_tokens(name) for name in self._steps.drop()}
         self._apply(self._life.lose(error, self._clock(), steps=self._steps.computed, under_way=under_way))
@@ -189,7 +189,7 @@ class EngineSupervisor:
         self.log.info(
             "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
         )
-        # In a planned move only this change was without an engine; after a loss, the time counts from the loss.
+        # In a planned move, only this change was without an engine. After a loss, the time counts from the loss.
         is_known = loss is None or engine_losses.shows_loss(loss.error)
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
@@ -197,11 +197,11 @@ class EngineSupervisor:
     # --- calls of the engine ---
 
     def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
-        """Process a region that replaces an ended one. Ignored if the engine was lost or replaced by then."""
+        """Process a region that replaces an ended one. Does nothing if the engine was lost or replaced by then."""
         if self._life.is_engaged(serving):
             self.reopened += 1
             self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
-            # Replays of the tenant that waited for this region can be admitted now.
+            # The tenant's replays that waited for this region can now be admitted.
             self._ledger.deliver(self.scheduler.rebound(tenant.id, pool.blocks, self._clock()))
             self._steps.wake()
 
@@ -230,7 +230,7 @@ class EngineSupervisor:
     # --- effects ---
 
     def _apply(self, effects: Iterable[Effect[ServingEngine]]) -> None:
-        """Carry out effects in their order, without waiting: effects that take time start a task."""
+        """Carry out the effects in order, without waiting: effects that take time start a task."""
         for effect in effects:
             match effect:
                 case lifecycle.Log():
@@ -268,7 +268,7 @@ class EngineSupervisor:
             self.log.info(line.event, **line.fields)
 
     def _end_sequences(self, reason: CompletionReason, wait_s: float) -> None:
-        """End every tenant's sequences, to replay them on this engine or the next one. No step may be in progress."""
+        """End every tenant's sequences, for replay on this engine or the next one. No step may be in progress."""
         self._ledger.deliver(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
 
     def _bind_regions(self) -> None:
@@ -366,7 +366,7 @@ class EngineSupervisor:
             try:
                 await self._take_over(successor)
             finally:
-                # Do this even if the caller was cancelled during the hand-over, so that the old lease is freed.
+                # Do this even if the caller was cancelled during the hand-over, or the old lease would not be freed.
                 if self.serving is successor:
                     self._address, self._spec = address, spec
                     await old.abandon()
@@ -428,7 +428,7 @@ class EngineSupervisor:
         failure = self._life.failure
         assert failure is not None
         self._ended.set()
-        # Report the error to every caller now, because nothing computes their requests any more.
+        # Report the error to every caller now, because nothing will compute their requests.
         self._ledger.end_all(failure)
         self._steps.release_waiters()
         if self._hand_over is not None and not self._hand_over.done():
@@ -447,7 +447,7 @@ class EngineSupervisor:
         self.fail(decoder_closed())
 
     async def close_engine(self) -> None:
-        """Close the last engine and free its lease. Raises an error of either, unless the engine was lost."""
+        """Close the last engine and free its lease. Raises the error if either fails, unless the engine was lost."""
         phase = self._life.phase
         is_lost = isinstance(phase, lifecycle.Closed) and phase.is_lost
         await (self.serving.abandon() if is_lost else self.serving.close())
@@ -461,7 +461,7 @@ class PrefixState:
         name: Its name.
         tokens: Number of tokens in its full blocks.
         region_bytes: Size of its region; 0 if the region has ended, or while no engine runs.
-        requests: Number of requests that began with some of its blocks.
+        requests: Number of requests whose prompts began with some of its blocks.
         reused_tokens: Number of prompt tokens that were not computed because the prefix has their blocks.
     """
 
@@ -479,7 +479,7 @@ class Outage:
     Attributes:
         since: When the last engine that computed anything was lost, in monotonic seconds.
         cause: The kind of the error that ended the last engine.
-        tries: How often another engine was refused since then.
+        tries: How many requests for another engine were refused since then.
         refusal: The kind of the last refusal; None if there was none.
     """
 
@@ -491,8 +491,8 @@ class Outage:
     def report(self, now: float, unix_s: float) -> dict[str, Any]:
         """Return the outage for a health report. `now` (monotonic) and `unix_s` (Unix time) are the same moment.
 
-        The report has only the classes of errors. Their texts are in the log, because they may contain paths that
-        callers must not see.
+        The report contains only the errors' classes. Their texts are only in the log, because they may contain paths
+        that callers must not see.
         """
         outage_s = now - self.since
         return {

@@ -2,7 +2,7 @@
 
 After a fault of the context, the requests with rows in the steps in flight are suspects. They are computed again in
 halves: a half that ends an engine is halved again, and a request that ends an engine alone is given up. If a worker was
-killed from outside, only requests that also ran at the previous kill, at the same position, become suspects.
+killed from outside, the only suspects are requests that were at about the same position at the previous kill.
 """
 
 from collections import deque
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class FaultIsolation:
-    """The suspects, in groups that are computed one after another. Request ids are those that callers know.
+    """The suspects, in groups that are computed one after another. Requests have the ids that callers know.
 
     Attributes:
-        current: The group that is now computed without other requests; empty if there is none.
+        current: The group that is being computed without other requests; empty if there is none.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class FaultIsolation:
     def fault(self, under_way: Iterable[str]) -> str:
         """Record a loss that one of the requests with rows in progress may have caused.
 
-        Returns the request to give up, because it was computed alone; "" if no request was.
+        Returns the request to give up: the one that was computed alone. Returns "" if none was.
         """
         current, self.current = self.current, ()
         blamed = list(under_way)
@@ -57,14 +57,14 @@ class FaultIsolation:
         """Record a kill from outside, with the tokens emitted so far by each request with rows in progress.
 
         Returns the requests that were also in progress at the previous kill and have emitted fewer than `max_tokens`
-        tokens since. They may be the reason why the host ran out of memory.
+        tokens since. They may be why the host ran out of memory.
         """
         # A request counts as a suspect only if it was near the same position at two kills in a row.
         before, self._killed_at = self._killed_at, dict(tokens)
         return [name for name, count in tokens.items() if name in before and count < before[name] + max_tokens]
 
     def defer(self, names: Iterable[str]) -> None:
-        """Move members of the current group into a separate group after the others."""
+        """Move members of the current group into a separate group behind all other groups."""
         if waiting := tuple(names):
             self.current = tuple(name for name in self.current if name not in waiting)
             self._groups.append(waiting)
@@ -76,7 +76,7 @@ class FaultIsolation:
     def next(self, is_ready: Callable[[str], bool] = bool) -> tuple[str, ...]:
         """Find the first group with ready members, and make these the current group. Returns them, or () for none.
 
-        The group's other members stay in its place.
+        The group's other members keep its place.
         """
         self.current = ()
         for place, group in enumerate(self._groups):

@@ -1,4 +1,4 @@
-"""A prompt that is being continued, as its caller uses it: `Generation` is an iterator over tokens."""
+"""A prompt being continued, from its caller's view: `Generation` is an iterator over tokens."""
 
 import asyncio
 from collections import deque
@@ -22,9 +22,9 @@ class Emitted:
         token: The token.
         position: Its index in the sequence; the prompt's first token has index 0.
         log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
-        attempt: How often the sequence was replayed before this token; replays do not affect the tokens.
-        ranks: The likeliest tokens at its position, with the logarithms of their probabilities, if the caller requested
-            these.
+        attempt: How often the sequence was replayed before this token. Replays do not change the tokens.
+        ranks: The likeliest tokens at this position, with the logarithms of their probabilities, if the caller
+            requested them.
     """
 
     token: int
@@ -39,7 +39,7 @@ class Emitted:
 
 
 EmittedParts = tuple[int, int, float, int, tuple[tuple[int, float], ...]]
-"""The attributes of an `Emitted` in their order. Making a tuple takes a fifth of the time."""
+"""The attributes of an `Emitted`, in the same order. Making a tuple takes a fifth of the time."""
 
 
 class Generation:
@@ -47,15 +47,15 @@ class Generation:
 
     Attributes:
         request_id: Its id.
-        request: The request; after a replay, the request of the last replay.
+        request: The request; after a replay, the last replay's request.
         reason: Why it ended; None while it is in progress.
-        error: The error that the iterator raises after the last token; None while it is in progress, and if it ended
-            without an error.
-        failure: An error with which the request must end although the engine did not fail; usually None.
+        error: The error that the iterator raises after the last token. None while the generation is in progress, or if
+            it ended without an error.
+        failure: An error with which the request must end even though the engine did not fail; usually None.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
         reused_tokens: Number of the prompt's tokens for which keys and values were reused and not computed.
-        pooled: The prompt's rows, if the request has a pooling. Complete before the first token is emitted.
+        pooled: The prompt's rows, if the request asks for a pooled vector. Complete before the first token is emitted.
         prompt_scores: The prompt's tokens from its second on, if the request asks for scores. Complete before the first
             token is emitted.
     """
@@ -114,7 +114,7 @@ class Generation:
                 raise StopAsyncIteration
             if self._waiter is not None and not self._waiter.done():
                 raise RequestRejected("another task waits for this generation's next token", "Let one task iterate")
-            # An asyncio.Event would cost half as much again, at every token of every sequence.
+            # An asyncio.Event would take 50 % longer, at every token of every sequence.
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return Emitted(*self._emitted.popleft())
@@ -126,13 +126,13 @@ class Generation:
     # --- for a caller that serves many generations, without a task for each ---
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` whenever tokens or the end have come; at once if some have come already."""
+        """Call `on_change` whenever tokens or the end arrive, and at once if some have arrived already."""
         self._on_change = on_change
         if self._emitted or self.is_ended:
             on_change()
 
     def take(self) -> list[EmittedParts]:
-        """Return the tokens that were emitted since the last call, each as an `Emitted`'s parts."""
+        """Return the tokens that were emitted since the last call, each as the parts of an `Emitted`."""
         tokens = list(self._emitted)
         self._emitted.clear()
         return tokens
@@ -170,7 +170,7 @@ class Generation:
         self.replays += 1
 
     def end(self, reason: CompletionReason, error: Exception | None = None) -> None:
-        """End the generation: after the last token its iterator stops, or raises `error`."""
+        """End the generation. After the last token its iterator stops, or raises `error`."""
         self.reason, self.error = reason, error
         self._wake()
 

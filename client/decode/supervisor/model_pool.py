@@ -1,7 +1,7 @@
 """Many models on one server: each is a separate decoder, which is opened, parked and closed as needed.
 
-`model_residency` decides, and this module carries out its effects. Each model's decoder has its own lease, step loop
-and processes for texts, so loading one delays no step of another.
+`model_residency` decides; this module carries out the effects of its decisions. Each model's decoder has its own lease,
+step loop and processes for texts, so loading one delays no step of another.
 
     async with ModelPool(specs, limits).serving() as pool:
         async with pool.use("llama", wait_s=60) as use:
@@ -50,12 +50,13 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 STREAM_WAIT_S: Final = 600.0
-"""Longest time in seconds that a stream waits for its model. Comments keep its connection alive meanwhile, so only the
+"""Longest time in seconds that a stream waits for its model. Comments keep the connection alive meanwhile, so only the
 server limits the wait."""
 
 PARK_TRIES: Final = 50
 PARK_RETRY_S: Final = 0.02
-"""Number of tries to park an engine that the daemon still considers returning or busy; seconds between two tries."""
+"""Number of tries to park an engine that the daemon still considers busy or returning, and the seconds between two
+tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class ModelSpec:
         wait_s: Seconds that a request may wait for its admission, once the model is on the card.
         chat_tokens: Default maximum number of tokens of a chat's answer.
         prefixes: The prefixes that all of its tenants share.
-        aliases: Its additional names in requests, which no other model has.
+        aliases: Its additional names in requests, which no other model may have.
         is_preloaded: Whether it is loaded at the start.
     """
 
@@ -103,12 +104,12 @@ class ModelUse:
         self.is_finished = False
 
     def hold(self, generations: Iterable[Generation]) -> None:
-        """Keep the model until these sequences have ended, however slowly their callers read."""
+        """Keep the model on the card until these sequences have ended, however slowly their callers read."""
         self.held |= {generation.request_id for generation in generations if not generation.is_ended}
 
 
 class _Opened:
-    """A model's decoder, from the beginning of its load to its end."""
+    """A model's decoder, from the start of its load until its end."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -119,13 +120,13 @@ class _Opened:
 
 
 class _PoolFeed(DecoderObserver):
-    """Reports of one model's decoder to the pool."""
+    """Passes the reports of one model's decoder to the pool."""
 
     def __init__(self, pool: "ModelPool", model: str, opened: _Opened) -> None:
         self._pool, self._model, self._opened = pool, model, opened
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Release a use of the model if this sequence was the last one that the use held."""
+        """Release a use of the model if this was the last sequence that the use held."""
         for ticket, use in list(self._opened.uses.items()):
             use.held.discard(report.request_id)
             if use.is_finished and not use.held:
@@ -159,7 +160,7 @@ class ModelPool:
 
         Args:
             specs: The models by their names in requests.
-            limits: Memory on the card and in the host, and times.
+            limits: Limits of memory, on the card and in the host, and of times.
             address: The daemon's or the fleet's address.
             observers: Returns the observers of a model's decoder.
             is_audited: Whether each finished request becomes a record of the daemon's audit log.
@@ -171,11 +172,12 @@ class ModelPool:
         self._specs, self._limits, self._address = dict(specs), limits, address
         self._observers, self._is_audited, self._clock = observers, is_audited, clock
         self._opened: dict[str, _Opened] = {}
-        # By ticket: the tenant of a request that waits for its model, and the future of its admission or refusal.
+        # By ticket: the tenant of a request that waits for its model, and the future that receives the admission or
+        # refusal.
         self._waiting: dict[int, tuple[str, asyncio.Future[Refuse | None]]] = {}
         self._tickets = count(1)
         # Caches, by model or path. Each value is stored with the state of the files and settings from which it was
-        # made, and is valid while that state is the same.
+        # made, and is valid until they change.
         self._computed_by: dict[str, tuple[object, ComputedBy]] = {}
         self._tokenizers: dict[Path, tuple[object, Tokenizer]] = {}
         self._shared: dict[str, tuple[object, tuple[SharedPrefix, ...]]] = {}
@@ -191,7 +193,8 @@ class ModelPool:
         terms = await self._terms_of(self._specs)
         with _refusing_large_models():
             self.residency = ModelResidency(self._limits, terms)
-        # Load them now, while there are no steps to delay. Otherwise the first request with a grammar would load them.
+        # Load the libraries now, while there are no steps to delay. Otherwise the first request with a grammar would
+        # load them.
         await asyncio.to_thread(self._load_libraries)
         self._apply(self.residency.start(self._clock()))
         try:
@@ -203,13 +206,13 @@ class ModelPool:
         self.drain()
         if self._timer is not None:
             self._timer.cancel()
-        # First stop parks and returns, which need open decoders. Then the decoders close, in parallel.
+        # First stop parks and returns, which need open decoders. Then close the decoders in parallel.
         await self._tasks.stop()
         for opened in self._opened.values():
             opened.stopping.set()
         for opened in self._opened.values():
             if opened.decoder is None and opened.task is not None:
-                # A load may take minutes, and no request waits for it any more.
+                # A load may take minutes, and no request waits for it now.
                 opened.task.cancel()
         await self._loads.finish()
 
@@ -237,7 +240,7 @@ class ModelPool:
         return spec is not None and spec.permits(tenant)
 
     def state_of(self, model: str) -> ModelState:
-        """Return where a model is; UNLOADED for one that was just removed."""
+        """Return where a model is; UNLOADED for a model that was just removed."""
         resident = self.residency.models.get(model)
         return ModelState.UNLOADED if resident is None else resident.state
 
@@ -255,7 +258,7 @@ class ModelPool:
         return fields
 
     def request_counts(self, model: str, tenant: str | None) -> dict[str, int]:
-        """Return how many requests of a tenant, or of all tenants for None, wait for a model and how many use it."""
+        """Return how many requests wait for a model, and how many use it: a tenant's, or for None all tenants'."""
         resident, opened = self.residency.models.get(model), self._opened.get(model)
         if resident is None:
             return {"waiting": 0, "in_use": 0}
@@ -266,7 +269,7 @@ class ModelPool:
         return {"waiting": waiting.count(tenant), "in_use": using.count(tenant)}
 
     def is_ready(self, model: str) -> bool:
-        """Return whether a request would be served: the model did not fail, and its engine is not lost."""
+        """Return whether a request would be served: the model has not failed, and its engine is not lost."""
         decoder, state = self.decoders.get(model), self.state_of(model)
         is_lost = state is ModelState.LOADED and decoder is not None and not decoder.is_serving
         return state is not ModelState.FAILED and not is_lost
@@ -277,11 +280,11 @@ class ModelPool:
     async def use(
         self, model: str, *, tenant: str, wait_s: float, on_wait: Callable[[], None] = lambda: None
     ) -> AsyncIterator[ModelUse]:
-        """Wait until a model is on the card, and keep it there until the block and everything held in it has ended.
+        """Wait until a model is on the card, and keep it there until the block and everything that it holds has ended.
 
         Args:
             model: The model's name.
-            tenant: The tenant, which must be one of the model's.
+            tenant: The tenant, which must be a tenant of the model.
             wait_s: Maximum number of seconds to wait.
             on_wait: Called if the request has to wait for the model.
 
@@ -333,9 +336,9 @@ class ModelPool:
         self._apply(self.residency.drain(self._clock()))
 
     async def change(self, specs: Mapping[str, ModelSpec]) -> None:
-        """Serve these models from now on. `ModelResidency.change` describes what happens to other models.
+        """Serve these models from now on. `ModelResidency.change` describes what happens to the current ones.
 
-        Raises InvalidRequest for a model that is larger than the card's memory for models: nothing changes then.
+        Raises InvalidRequest, and changes nothing, if a model is larger than the card's memory for models.
         """
         terms = await self._terms_of(specs)
         with _refusing_large_models():
@@ -352,14 +355,15 @@ class ModelPool:
         size = 0
         try:
             checkpoint = open_model(spec.path)
-            # Compute the size before reading tokenizer and prefixes, so that a mistake in those does not hide the size.
+            # Compute the size before reading the tokenizer and the prefixes, so that a mistake in them does not hide
+            # the size.
             size = engine_bytes(checkpoint, spec.tenants, spec.settings)
             if prefixes := self._read_texts(name, checkpoint, spec):
                 size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
         except GpuLeaseError as error:
             # Serve the other models. Requests for this one get the error of its load.
             self.log.failure("model_not_measured", error, model=name)
-        # Regions with a fixed life are moved even without requests, so their session can't stay parked.
+        # Regions with a fixed life are moved even without requests, so their session could not stay parked.
         is_parkable = spec.settings.region_life_s is None
         # The order of tenants and prefixes does not matter, so a changed order must not reload the model.
         tenants_and_prefixes = frozenset(spec.tenants), frozenset(spec.prefixes)
@@ -367,7 +371,7 @@ class ModelPool:
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
 
     def _read_texts(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> tuple[SharedPrefix, ...]:
-        """Return the tokens of a model's shared prefixes. Reads the tokenizer, but only if something has changed.
+        """Return the tokens of a model's shared prefixes. Reads the tokenizer only if something has changed.
 
         Another process reads the tokenizer, so that the steps of other models continue. Raises ModelRejected, and
         TextProcessesFailed.
@@ -419,7 +423,7 @@ class ModelPool:
 
     def _settle(self, ticket: int, refusal: Refuse | None) -> None:
         _, admitted = self._waiting.pop(ticket, ("", None))
-        # If there is no entry, the caller has given up, and `use` has released the ticket or is about to.
+        # Without an entry, the caller has given up, and `use` has released the ticket or is about to.
         if admitted is not None and not admitted.done():
             admitted.set_result(refusal)
 
@@ -440,7 +444,7 @@ class ModelPool:
         try:
             async with AsyncExitStack() as stack:
                 checkpoint = await asyncio.to_thread(open_model, spec.path)
-                # Close the checkpoint at the unload, rather than when the garbage collector finds the decoder.
+                # Close the checkpoint when the model is unloaded, not when the garbage collector finds the decoder.
                 stack.callback(checkpoint.close)
                 prefixes = await asyncio.to_thread(self._read_texts, model, checkpoint, spec)
                 size = await asyncio.to_thread(engine_bytes, checkpoint, spec.tenants, spec.settings, prefixes)
@@ -492,7 +496,7 @@ class ModelPool:
         self._apply(self.residency.unloaded(model, self._clock()))
 
     def _check_size(self, model: str, size: int) -> None:
-        """Raise ModelRejected if a model's memory differs from the size that the pool counts for it."""
+        """Raise ModelRejected if a model's memory differs from the size that the pool counted."""
         counted = self.residency.models[model].terms.size_bytes
         if size > counted:
             text = f"the files of model {model} take {size:,} bytes; {counted:,} were counted when they were last read"
@@ -544,7 +548,7 @@ class ModelPool:
 
 
 def _state_of(path: Path, *, has_weights: bool = False) -> object:
-    """Return the names, times and sizes of a model's files: they change if its tokenizer (or its weights) change."""
+    """Return the names, times and sizes of a model's files, which change if its tokenizer (or its weights) change."""
     # A GGUF file contains the tokenizer. In a folder, all files but the weights are JSON or templates.
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     if not has_weights:

@@ -2,10 +2,10 @@
 
     python -m gpulease.client.decode.supervisor.model_texts OUTCOME
 
-While a large vocabulary is read, for seconds, no other Python code of the process runs, even if a thread reads it: in
-the process of the step loop, it would stop every tenant's tokens. The process receives the model's path and the
-prefixes at its standard input, and writes to OUTCOME, the number of a descriptor: a table of tokens, which a process
-can use at once, or the mistake in the model's files. Both are msgpack.
+Reading a large vocabulary takes seconds, during which no other Python code of the process runs, even if a thread reads
+it. In the process of the step loop, this would stop every tenant's tokens. The process receives the model's path and
+the prefixes at its standard input, and writes to the descriptor with the number OUTCOME a table of tokens, which a
+process can use at once, or the mistake in the model's files. Both are msgpack.
 """
 
 import os
@@ -52,7 +52,7 @@ class ModelTexts:
 
 
 def read_model_texts(path: Path, prefixes: Sequence[NamedPrefix] = (), positions: int = 0) -> ModelTexts:
-    """Read a model's texts in a separate process, and wait for it: call it in a thread.
+    """Read a model's texts in a separate process, and wait for the process. Call this in a thread.
 
     Args:
         path: The model's files.
@@ -60,7 +60,7 @@ def read_model_texts(path: Path, prefixes: Sequence[NamedPrefix] = (), positions
         positions: Positions of a sequence, which a prefix must fit into.
 
     Raises ModelRejected for a model without a tokenizer, or with one that is broken or of an unsupported kind, and for
-    a prefix as `shared_prefixes` does; TextProcessesFailed if the process does not end by itself, in time.
+    a prefix as `shared_prefixes` does; TextProcessesFailed if the process fails, or does not end in time.
     """
     from gpulease.client.decode.text.tokenizer import Tokenizer, TokenTable
 
@@ -118,7 +118,7 @@ def _read(path: str, prefixes: list[list[Any]], positions: int) -> dict[str, Any
 
 
 def main(outcome_fd: int) -> None:
-    # Sent to the whole group, it means that the server is to read its settings again.
+    # A SIGHUP to the whole group means that the server must read its settings again.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with open(outcome_fd, "wb") as file:
         file.write(packed(_read(*unpacked(sys.stdin.buffer.read()))))

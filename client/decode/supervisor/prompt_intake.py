@@ -1,4 +1,4 @@
-"""Handles prompts before they reach the scheduler. Each is counted as its tenant's before any work is done for it.
+"""Handles prompts before they reach the scheduler. Each counts against its tenant's limits before it causes any work.
 
 A text costs the host CPU time before its request is admitted: it is read, put into a template, and tokenized. A request
 in this stage counts against the tenant's `max_waiting`, and separate processes do the work (text/text_processes.py).
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 SMALLEST_CHAT: Final = [{"role": "user", "content": "hi"}]
-"""A chat that every template accepts. If this exceeds a limit, the template is at fault and not the messages."""
+"""A chat that every template accepts. If it exceeds a limit, the fault is in the template, not in the messages."""
 
 
 class PromptIntake:
     """Reads prompts for a decoder. `start` or the first text starts the processes; `stop` ends them.
 
     Attributes:
-        coming: By tenant, the number of requests in this stage, which are neither submitted nor refused yet.
-        limits: Limits of reading one text. They may be changed only before the first text.
+        coming: By tenant, the number of requests in this stage: not yet submitted or refused.
+        limits: Limits for reading one text. They may be changed only before the first text.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class PromptIntake:
         report: Callable[[PromptRefused], None],
         log: DecodeLog,
     ) -> None:
-        """Prepare, without starting a process.
+        """Prepare without starting a process.
 
         Args:
             scheduler: Knows the tenants and their limits.
             tokenizer: Returns the model's tokenizer.
             processes: Number of processes that read texts.
             report: Called with a report of each request that is refused here.
-            log: Logs texts that ended the process that read them.
+            log: Logs when a text ended the process that read it.
         """
         self.coming: Counter[str] = Counter()
         self._scheduler, self._tokenizer, self._count = scheduler, tokenizer, processes
@@ -77,8 +77,7 @@ class PromptIntake:
         if tenant is None:
             raise RequestRejected(f"the decoder has no tenant {tenant_id!r}")
         config, count = tenant.config, len(tenant.live) + len(tenant.waiting)
-        # Live, waiting and coming requests use the same places, so a request never loses its place when its state
-        # changes.
+        # Live, waiting and coming requests share the same places, so a request keeps its place when its state changes.
         if count + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
             full = f"{config.max_waiting} of its requests are waiting"
             if not config.max_waiting:
@@ -112,10 +111,10 @@ class PromptIntake:
     async def do(
         self, tenant_id: str, job: Job, arguments: Mapping[str, Any], *, is_chat: bool = False
     ) -> dict[str, Any]:
-        """Run a job for a tenant's prompt in a process.
+        """Run a job for a tenant's prompt in a separate process.
 
-        Raises the errors of `TextProcesses.do`, and ModelRejected for a model without a tokenizer, or with a chat
-        template that exceeds a limit for any messages.
+        Raises the errors of `TextProcesses.do`, and ModelRejected for a model without a tokenizer, or whose chat
+        template exceeds a limit whatever the messages.
         """
         processes = await self._started()
         # The template is known to be at fault, so do not run it again.
@@ -135,7 +134,7 @@ class PromptIntake:
 
     @property
     def replaced(self) -> int:
-        """The number of processes that were replaced because a text exceeded a limit or the process ended."""
+        """Number of processes that were replaced, because a text exceeded a limit or because the process ended."""
         return 0 if self._processes is None else self._processes.replaced
 
     async def start(self) -> None:
@@ -154,14 +153,14 @@ class PromptIntake:
             await self._processes.stop()
 
     def _report(self, tenant_id: str, error: RequestRejected) -> None:
-        # Report one of a small set of reasons, by which metrics count refusals.
+        # Report one of a small set of reasons, because metrics count refusals by reason.
         reason = error.reason if isinstance(error, AdmissionRefused) else type(error).__name__
         self._on_refused(PromptRefused(tenant_id, reason, str(error)))
 
     async def _started(self) -> "TextProcesses":
         if self._is_stopped:
             raise decoder_closed()
-        # One start serves all callers. If it failed, the next caller starts again.
+        # All callers share one start. If it failed, the next caller starts again.
         starting = self._starting
         if starting is None or (starting.done() and starting.exception() is not None):
             starting = self._starting = asyncio.create_task(self._start())

@@ -1,4 +1,4 @@
-"""The requests of a decoder's callers, from `submit` to their ends, and the reports about them.
+"""The requests of a decoder's callers, from `submit` until they end, and the reports about them.
 
 To the scheduler each replay is a new request. Here a request and all of its replays are one generation.
 """
@@ -34,12 +34,12 @@ from gpulease.client.errors import GpuLeaseError
 
 @dataclass(slots=True)
 class _Loss:
-    """The end of a request that is being replayed, until the replay's first token.
+    """The end of a request that is being replayed. Kept until the replay's first token.
 
     Attributes:
         request_id: The scheduler's id of the request that ended.
         reason: Why it ended.
-        is_engine_scoped: Whether the whole engine was lost, at this end or at a later one before the next token.
+        is_engine_scoped: Whether the whole engine was lost, at this end or at another end before the next token.
         at: The time of the end, in monotonic seconds.
     """
 
@@ -50,7 +50,7 @@ class _Loss:
 
 
 class _Entry:
-    """A caller's request in progress, with the figures for its report; times are monotonic seconds."""
+    """A caller's request in progress, with the figures for its report. Times are monotonic seconds."""
 
     __slots__ = ("compute_s", "first_token_at", "generation", "gpu_s", "loss", "prompt", "region_id", "submitted_at")
 
@@ -72,7 +72,7 @@ class _Ranks:
         self._logs = log_probabilities(results, ranked["logit"]).tolist()
 
     def of(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
-        """Return the `count` likeliest tokens of a row, fewer if the vocabulary has fewer."""
+        """Return the `count` likeliest tokens of a row, or fewer if the vocabulary has fewer."""
         pairs = zip(self._tokens[row][:count], self._logs[row][:count], strict=True)
         return tuple((token, log) for token, log in pairs if log > -math.inf)
 
@@ -95,7 +95,7 @@ class RequestLedger:
         return len(self._entries)
 
     def find(self, request_id: str) -> Generation | None:
-        """Return the generation in progress with this caller's id; None if there is none."""
+        """Return the generation in progress with this id, the caller's; None if there is none."""
         return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
@@ -121,7 +121,7 @@ class RequestLedger:
                 entry.generation.reused_tokens = sequence.reused
 
     def report(self, call: Callable[[DecoderObserver], None]) -> None:
-        """Call every observer. An observer's error is logged and does not affect requests."""
+        """Call every observer. An observer's error is logged, and does not affect requests."""
         for observer in self.observers:
             try:
                 call(observer)
@@ -141,7 +141,7 @@ class RequestLedger:
     ) -> None:
         """Pass a computed step's tokens and ends on, and report the step.
 
-        `ranked` and `normed` are those of `DecodeEngine`, if the step was guided or pooled.
+        `ranked` and `normed` are what `DecodeEngine` returned, if the step was guided or pooled.
         """
         # Count the time of prompts' rows. The last row of a complete prompt is counted below, with its token.
         row_s = took_s / max(1, len(step))
@@ -187,14 +187,15 @@ class RequestLedger:
         self.deliver(outcome.ends)
 
     def _score(self, step: StepPlan, logs: Sequence[float], ranks: "_Ranks") -> None:
-        """Pass on the scores of prompts' tokens. The row of a position scores the token at the next position."""
+        """Pass on the scores of prompts' tokens. Each row scores the token at the next position."""
         for sequence, first_row, count in step.chunks:
             request = sequence.request
             entry = self._entries.get(request.request_id) if request.scores_prompt else None
             if entry is None:
                 continue
             begin = int(step.positions[first_row])
-            # Stop at the end of the caller's prompt. A replay's prompt continues with tokens that are known already.
+            # Stop at the end of the caller's prompt. A replay's prompt continues with tokens that the caller already
+            # has.
             for place in range(begin + 1, min(begin + count + 1, len(entry.prompt))):
                 row = first_row + place - begin - 1
                 scores = ranks.of(row, request.ranks)
@@ -205,7 +206,7 @@ class RequestLedger:
 
         Args:
             events: The events.
-            is_engine_scoped: Whether ends among the events are caused by the loss of the whole engine.
+            is_engine_scoped: Whether the loss of the whole engine caused the ends among the events.
         """
         now = time.monotonic()
         for event in events:
@@ -228,8 +229,8 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                # The request ended permanently. If a replay found no engine in time, the cause is the loss and not a
-                # lack of room.
+                # The request ended permanently. If a replay found no engine in time, the cause is the loss, not a lack
+                # of room.
                 reason, failure = event.reason, entry.generation.failure or error_of(event)
                 if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
                     self._log_lost(entry, reason)
@@ -238,7 +239,7 @@ class RequestLedger:
                 self._end(entry, reason, failure, reason, str(failure or ""), now)
 
     def end_all(self, error: GpuLeaseError) -> None:
-        """End every request: the decoder has ended."""
+        """End every request, because the decoder has ended."""
         now = time.monotonic()
         # Detach the entries first, so that a callback can't end an entry twice.
         entries, self._entries = self._entries, {}
@@ -302,7 +303,7 @@ class RequestLedger:
         self.report(lambda observer: observer.on_rebind(report))
 
     def _log_lost(self, entry: _Entry, reason: CompletionReason | AdmissionReason) -> None:
-        """Log that a replay is given up, if the request has not recovered from a loss."""
+        """Log that a replay was given up, if the request has not recovered from a loss."""
         if entry.loss is not None:
             request = entry.generation.request
             lost = "engine" if entry.loss.is_engine_scoped else "region"
@@ -318,7 +319,7 @@ def _unserved(entry: _Entry, waited_s: float) -> EngineDecodeFailed:
 
 
 def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
-    """Return the error that a generation raises at an end without a replay; None if it ends without an error."""
+    """Return the error that a generation raises when it ends without a replay; None if it ends without an error."""
     match end.reason:
         case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
             return None

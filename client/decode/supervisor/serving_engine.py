@@ -1,8 +1,8 @@
-"""A lease, the engine on it and the tenants' regions in it, which open and close together.
+"""A lease, its engine and its tenants' regions, which open and close together.
 
 A decoder has one serving engine. To move its load to another node, and after a loss, it opens another engine with the
-same specification. The lease is watched, so that an idle decoder notices a loss and opens the next engine before the
-next request, and so that in a fleet the load can leave its node in time.
+same specification. The lease is watched for two reasons: an idle decoder notices a loss, and opens the next engine
+before the next request; in a fleet, the load can leave its node in time.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ LEASE_S: Final = 120.0
 """Duration of the lease in seconds. It is renewed for as long as the engine is open."""
 
 PARKABLE_WAIT_S: Final = 5.0
-"""Seconds for which a parkable lease may wait for room: another model has just left the card, or is about to."""
+"""Seconds for which a parkable lease may wait for room, because another model has just left the card or is about to."""
 
 FLEET_LEASE_S: Final = 40.0
 """Duration of a fleet's lease in seconds. If the lease ends without a renewal, the host is considered dead and the
@@ -44,12 +44,12 @@ POLL_S: Final = 0.5
 """Seconds between two checks of the lease, each of which is one load from shared memory."""
 
 WATCH_PAUSE_S: Final = 5.0
-"""Seconds before a lease's events are requested again, and therefore between two attempts to move the load away."""
+"""Seconds until a lease's events are requested again, and therefore between two attempts to move the load away."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSpec:
-    """The specification with which a decoder opens each of its engines.
+    """The specification of all engines that a decoder opens.
 
     Attributes:
         checkpoint: The model.
@@ -89,7 +89,7 @@ class EngineUser(Protocol):
         """Process a region that replaces an ended one."""
 
     def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
-        """Process a report from outside the step loop: the lease is lost or is about to be."""
+        """Process a report, from outside the step loop, that the lease is lost or is about to be."""
 
     def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
         """Process a warning that a fleet's lease will end: Drained, or Disconnected if the daemon is down.
@@ -141,13 +141,13 @@ class ServingEngine:
     ) -> Self:
         """Acquire a lease of a daemon or a fleet, load the model, and open every tenant's region.
 
-        Raises ModelRejected, CapacityExceeded if no card has room, and the errors of `GpuBuilder.acquire`. In all of
-        these cases nothing stays open.
+        Raises ModelRejected, CapacityExceeded if no card has room, and the errors of `GpuBuilder.acquire`. After an
+        error nothing stays open.
         """
         serving: Self | None = None
 
         def lose(error: GpuLeaseError) -> None:
-            # Before the engine has opened, its failure is raised by `open` itself.
+            # Until the engine has opened, `open` itself raises its failure.
             if serving is not None:
                 user.engine_failed(serving, error)
 
@@ -196,14 +196,14 @@ class ServingEngine:
         await self._report_end(user)
 
     async def _follow_regions(self) -> None:
-        """Record the ends of regions as the daemon reports them, because no shared memory shows them."""
+        """Record the ends of regions as the daemon reports them; no shared memory shows them."""
         while self.lease.is_alive:
             with suppress(GpuLeaseError):
                 await drive(follow_regions(state_of(self.lease)))
             await asyncio.sleep(WATCH_PAUSE_S)
 
     async def _report_end(self, user: EngineUser) -> None:
-        """Report why the lease has ended, if it has ended: the daemon's refusal of a renewal contains the reason."""
+        """If the lease has ended, report the reason, which the daemon's refusal of a renewal contains."""
         try:
             await self.lease.renew(LEASE_S)
         except GpuLeaseError as error:
@@ -218,7 +218,7 @@ class ServingEngine:
         while self.lease.is_alive:
             warning: GpuLeaseError | None
             try:
-                # If the host does not respond, this wait ends with the lease; a renewal would time out later.
+                # If the host does not respond, this wait ends with the lease; a renewal would time out only later.
                 async with asyncio.timeout(self.lease.remaining_s):
                     warning = await _warning_of(self.lease)
                 if warning is None:
@@ -252,15 +252,16 @@ class ServingEngine:
         await self._stack.aclose()
 
     async def abandon(self) -> None:
-        """Close an engine that is lost or no longer needed. Errors are ignored, because parts of it may have ended."""
+        """Close an engine that is lost or no longer needed. Ignores errors, because parts of it may have ended."""
         with suppress(GpuLeaseError):
             await self.close()
 
 
 async def _warning_of(lease: GpuLease) -> Drained | None:
-    """Wait for the warning that a lease is about to end; None if it has ended. Raises the errors of `events`.
+    """Wait for the warning that a lease will end. Returns None if it has ended. Raises the errors of `events`.
 
-    An engine's lease is renewed and has a session, so unless this process was stopped, only a drain causes a warning.
+    Unless this process was stopped, only a drain causes a warning, because an engine's lease is renewed and has a
+    session.
     """
     async with lease.events() as events:
         async for event in events:

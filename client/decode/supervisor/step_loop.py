@@ -1,4 +1,4 @@
-"""Drives the engine: plans steps, starts them, processes their results, and handles the ends of tenants' regions.
+"""Drives the engine: plans steps, starts them, processes their results, and reacts when tenants' regions end.
 
 One task runs the loop. Up to two steps are in progress, so that the loop plans the next step while the card computes
 one. A change of engines waits until no step is in progress.
@@ -70,7 +70,7 @@ class StepLoop:
         log: DecodeLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; `start` runs the loop.
+        """Prepare without running. `start` runs the loop.
 
         Args:
             tables: Number of sequences that the engine has room for.
@@ -83,7 +83,7 @@ class StepLoop:
         self.scheduler, self.log = scheduler, log
         self.computed = 0
         self._ledger, self._supervisor, self._clock = ledger, supervisor, clock
-        # For each row of the block tables, the fields that are the same in all rows of its sequence.
+        # For each row of the block tables, the fields that are equal in all rows of its sequence.
         self._constants = np.zeros(tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._starting: StepPlan | None = None
@@ -135,7 +135,7 @@ class StepLoop:
                     pending = life.phase.pending_loss
                     if pending is None or not pending.is_aborting:
                         raise
-                    # The cancellation was only meant to interrupt the wait for the steps, so undo it.
+                    # The cancellation was meant only to interrupt the wait for the steps, so undo it.
                     self._task.uncancel()
                     supervisor.lose(pending.error)
                 except Exception as error:
@@ -151,7 +151,7 @@ class StepLoop:
             supervisor.fail(EngineDecodeFailed(text, "See its log, and open another decoder"))
 
     async def _advance(self) -> None:
-        """Do one turn: start steps and finish one, or, with none in flight, handle a region's end or change engines."""
+        """Start steps and finish one. If none is in flight, handle a region's end or change engines."""
         life = self._life
         if (pending := life.phase.pending_loss) is not None:
             raise pending.error
@@ -182,14 +182,14 @@ class StepLoop:
                 return
             # From here on `drop` reports the plan's requests, even if the step's start has not returned.
             self._starting = plan
-            # The step names exactly these regions. If one has ended, the whole step is refused.
+            # The step names these regions. If one has ended, the whole step is refused.
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenant_rows]
             if self.scheduler.prefixes:
                 names = {sequence.prefix for sequence in plan.sequences if sequence.prefix}
                 pools += [serving.regions.prefixes[name][1] for name in names]
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
-                # For prompts that begin after computed blocks, no row writes the table entries of these blocks.
+                # If a prompt begins after computed blocks, no row writes the table entries of those blocks.
                 prefixes = [
                     (joined.table, joined.blocks[: joined.reused // PAGE]) for joined in plan.joined if joined.reused
                 ]
@@ -204,7 +204,7 @@ class StepLoop:
                 self._on_region_lost(error)
                 self._ledger.deliver(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
                 return
-            # If the card was idle, this step's time counts from its start, otherwise from the end of the step before.
+            # If the card was idle, this step's time counts from its start; otherwise from the end of the previous step.
             if not self._pending:
                 self._step_started_at = now
             self._pending.append(plan)
@@ -242,7 +242,7 @@ class StepLoop:
 
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""
-        # Only waiting requests have deadlines; without any, sleep until something wakes the loop.
+        # Only waiting requests have deadlines. If none waits, sleep until something wakes the loop.
         deadline = self.scheduler.next_deadline_s
         delay_s = None if deadline is None else max(0.0, deadline - self._clock())
         with suppress(TimeoutError):
@@ -250,7 +250,7 @@ class StepLoop:
                 await self._wake.wait()
 
     def _use_pool(self, sequence: LiveSequence, pool: BlockPool) -> Any:
-        """Compute a sequence in this pool from its next row on. Returns its constant fields."""
+        """Compute a sequence in this pool from its next row on. Returns the fields that are constant in its rows."""
         constants = self._constants[sequence.table]
         constants["base"], constants["blocks"] = pool.region.address, pool.blocks
         self._ledger.admitted(sequence, pool.region.lease_id)
@@ -258,7 +258,8 @@ class StepLoop:
 
     def _rows_of(self, plan: StepPlan) -> Rows:
         """Return a plan's rows as the engine's records."""
-        # With a sequence's first row, write the fields that stay the same until it ends or moves to another region.
+        # For a sequence's first row, write the fields that stay the same until the sequence ends or moves to another
+        # region.
         for sequence in plan.joined:
             sampling = sequence.request.sampling
             constants = self._use_pool(sequence, self.regions.pools[sequence.tenant.config.id])
@@ -318,7 +319,7 @@ class StepLoop:
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
         """End a tenant's sequences after the loss of their region. Their replays wait for a new region."""
-        # The reason appears in the log and in the report of the rebind. For the caller the request continues.
+        # The reason appears in the log and in the report of the rebind. The caller's request continues.
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         pool = self.regions.pools.get(tenant_id)
         region = 0 if pool is None else pool.region.lease_id
@@ -338,7 +339,7 @@ class StepLoop:
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Use this pool in the rows of the tenant's sequences from now on."""
-        # The tenant is held and no step has rows of it, so all of its later rows will use the new addresses.
+        # The tenant is held and no step has its rows, so all later rows will use the new addresses.
         for sequence in self.scheduler.tenants[tenant_id].live.values():
             self._use_pool(sequence, pool)
         self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
@@ -373,7 +374,7 @@ def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
     entries: list[Rows] = []
     masks: list[NDArray[np.uint32]] = []
     first = 0
-    # Rows that choose a token: the guide's changes, and how many of the likeliest tokens are reported.
+    # For rows that choose a token: the guide's changes, and how many of the likeliest tokens to report.
     for sequence, row in zip(plan.sampled, plan.sampled_rows.tolist(), strict=True):
         request, record = sequence.request, guides[row]
         record["ranks"] = request.ranks

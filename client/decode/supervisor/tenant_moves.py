@@ -22,7 +22,7 @@ from gpulease.client.decode.supervisor.tenant_regions import REGION_RETRY_S, Ten
 from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionFailed, RegionRevoked
 
 POLL_S: Final = 1.0
-"""Longest pause in seconds between two checks of the regions' ends."""
+"""Longest pause in seconds between two checks for regions that have ended."""
 
 MIN_POLL_S: Final = 0.02
 """Shortest pause between two checks, in seconds: a failed move must not be retried without a pause."""
@@ -81,7 +81,7 @@ class TenantMoves:
 
     Attributes:
         count: How often a tenant's sequences moved to another region.
-        is_paused: Whether `watch` does nothing, because the engine is parked and any copy would bring it back to the
+        is_paused: Whether `watch` must do nothing, because the engine is parked and any copy would bring it back to the
             card.
     """
 
@@ -90,13 +90,13 @@ class TenantMoves:
         self.is_paused = False
         self._user = user
         self._saved: dict[str, _Saved] = {}
-        # Only one move may run: each copies at the card's full speed, and needs room for a second region.
+        # Only one move may run at a time: each copies at the card's full speed, and needs room for a second region.
         self._one_at_a_time = asyncio.Lock()
         self._answered = asyncio.Event()
 
     @property
     def suspended(self) -> dict[str, int]:
-        """How many bytes each suspended tenant's blocks take in the host's memory, by the tenant's id."""
+        """By suspended tenant, how many bytes the tenant's blocks take in the host's memory."""
         return {tenant_id: saved.contents.nbytes for tenant_id, saved in self._saved.items()}
 
     def is_suspended(self, tenant_id: str) -> bool:
@@ -121,9 +121,9 @@ class TenantMoves:
             await saved.regions.release(tenant_id)
 
     async def resume(self, tenant_id: str) -> None:
-        """Open a region for a suspended tenant, and continue its sequences where they were.
+        """Open a region for a suspended tenant, and continue its sequences where they stopped.
 
-        Raises RequestRejected if the tenant is not suspended, CapacityExceeded while the lease has no room: the tenant
+        Raises RequestRejected if the tenant is not suspended, CapacityExceeded while the lease has no room. The tenant
         then stays suspended.
         """
         async with self._one_at_a_time:
@@ -132,8 +132,8 @@ class TenantMoves:
             if saved is None:
                 raise RequestRejected(f"Tenant {tenant_id} is not suspended")
             if not self._is_current(tenant_id, saved):
-                # The saved blocks are useless, because the engine or the region was lost. The sequences are replayed.
-                # If another engine took over, the tenant already has a region there.
+                # The engine or the region was lost, so the saved blocks are useless. The sequences are replayed. If
+                # another engine took over, the tenant already has a region there.
                 del self._saved[tenant_id]
                 if saved.regions is self._user.regions:
                     saved.regions.replace(tenant_id)
@@ -168,12 +168,12 @@ class TenantMoves:
                     regions.exchange(tenant_id, pool)
                     self._moved(tenant_id, pool)
             except BaseException:
-                # The new region is not needed, whether the tenant still has the old region or has lost it.
+                # The new region is not needed, whether the tenant has kept the old region or lost it.
                 regions.discard(pool)
                 raise
 
     async def _reopen(self, tenant_id: str, saved: _Saved) -> None:
-        """End a region that is saved, and open the next one as soon as the lease has room for it."""
+        """End a region whose blocks are saved, and open the next one as soon as the lease has room."""
         try:
             await saved.regions.release(tenant_id)
             while True:
@@ -197,7 +197,8 @@ class TenantMoves:
             await asyncio.sleep(min(max(pause_s, MIN_POLL_S), POLL_S))
             if self.is_paused:
                 continue
-            # A region is expiring if its renewals failed or if it has a fixed life. Leave it while a copy is possible.
+            # A region expires if its renewals failed or if it has a fixed life. Leave it while a copy is still
+            # possible.
             for tenant_id in regions.expiring():
                 try:
                     await self.move(tenant_id)
@@ -211,7 +212,7 @@ class TenantMoves:
             self._drop_ended_prefixes()
 
     def _drop_ended_prefixes(self) -> None:
-        """Stop sharing unused prefixes with a region that has ended. For a prefix in use, the next step reports it."""
+        """Stop sharing unused prefixes whose region has ended. If a prefix is in use, the next step reports the end."""
         scheduler = self._user.scheduler
         if scheduler.unanswered_steps:
             return
@@ -220,7 +221,7 @@ class TenantMoves:
             self._user.abort_prefix(name, RegionRevoked("its region has ended"))
 
     async def _replace_if_ended(self, tenant_id: str) -> None:
-        """Copy one block of a region; if the region has ended, the copy fails and `_held` replaces the region.
+        """Copy one block of a region. If the region has ended, the copy fails and `_held` replaces the region.
 
         Raises the errors of the copy, or RequestRejected.
         """
@@ -243,7 +244,7 @@ class TenantMoves:
         return pool
 
     def _is_current(self, tenant_id: str, saved: _Saved) -> bool:
-        """Return whether neither the engine nor the tenant's region was lost since the blocks were saved."""
+        """Return whether the tenant still has the engine and the region that it had when the blocks were saved."""
         user = self._user
         return user.regions is saved.regions and bool(user.scheduler.tenants[tenant_id].region_blocks)
 
@@ -253,16 +254,16 @@ class TenantMoves:
 
     @asynccontextmanager
     async def _held(self, tenant_id: str) -> AsyncIterator[None]:
-        """Hold a tenant during the block; a tenant that the block suspends stays held.
+        """Hold a tenant during the block. A tenant that the block suspends stays held.
 
-        If the region ends during the block, the tenant's sequences are ended and replayed.
+        If the region ends during the block, the tenant's sequences end and are replayed.
         """
         scheduler, regions = self._user.scheduler, self._user.regions
         scheduler.hold(tenant_id)
         try:
             yield
         except RegionFailed as error:
-            # Another task may have replaced the failed region, so check that it is still this tenant's.
+            # Another task may have replaced the failed region, so check that the tenant still has it.
             if self._user.regions is regions and regions.tenant_of(error.lease_id) == tenant_id:
                 self._user.abort_tenant(tenant_id, error)
             raise
@@ -272,7 +273,7 @@ class TenantMoves:
             self._user.wake()
 
     async def _save(self, tenant_id: str, pool: BlockPool, blocks: list[int] | None = None) -> _Saved:
-        """Wait until no step of a held tenant is in progress, then copy `blocks`; None means all written blocks."""
+        """Wait until no step of a held tenant is in progress, then copy `blocks`, or for None all written blocks."""
         user, regions = self._user, self._user.regions
         # Steps that were planned before the hold may still write the tenant's blocks.
         while user.scheduler.is_under_way(tenant_id):
@@ -291,7 +292,7 @@ class TenantMoves:
         return saved
 
     async def _resume(self, tenant_id: str, pool: BlockPool, saved: _Saved) -> None:
-        """Copy saved blocks into the new, only region of a held tenant, and continue its sequences there."""
+        """Copy saved blocks into a held tenant's new region, its only one, and continue its sequences there."""
         try:
             await self._user.engine.load_pool(pool, saved.blocks, saved.contents)
             self._check_current(tenant_id, saved)
@@ -305,6 +306,6 @@ class TenantMoves:
         self.count += 1
 
     def _abort(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
-        """End a tenant's sequences after a move failed without an old region to return to. They are replayed."""
+        """After a failed move, without an old region to return to, end a tenant's sequences. They are replayed."""
         if self._is_current(tenant_id, saved):
             self._user.abort_tenant(tenant_id, error)

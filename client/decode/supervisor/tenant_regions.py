@@ -21,18 +21,18 @@ REGION_TTL_S: Final = 120.0
 """Duration of a region in seconds. It is renewed for as long as it is in use."""
 
 MOVE_MARGIN_S: Final = 5.0
-"""Seconds before a region's end at which its tenant moves to another region. Renewals are made long before that."""
+"""How many seconds before a region's end its tenant moves to another region. Renewals come long before that."""
 
 REGION_RETRY_S: Final = 0.1
-"""Seconds between two tries to open a region that the lease has no room for. Its tenant's requests wait meanwhile."""
+"""Seconds between two tries to open a region for which the lease has no room. The tenant's requests wait meanwhile."""
 
 NO_ROOM_TRIES: Final = 50
-"""Number of tries at intervals of REGION_RETRY_S if there is no room, because the daemon soon frees the bytes of the
-lost region. After that, a lack of room is handled like any other refusal: pauses grow, and attempts are logged."""
+"""Number of tries at intervals of REGION_RETRY_S if there is no room: the daemon usually frees the lost region's bytes
+soon. After that, a lack of room is handled like any other refusal: pauses grow, and attempts are logged."""
 
 
 async def stop_renewal(renewal: KeepAlive) -> None:
-    """Stop renewing. The error that ended the renewals was reported when it happened, so it is not raised again."""
+    """Stop renewing. An error that ended the renewals was reported when it happened, so it is not raised again."""
     with suppress(GpuLeaseError):
         await renewal.stop()
 
@@ -43,8 +43,8 @@ class TenantRegions:
     Attributes:
         pools: The tenants' regions, by the tenants' ids. A tenant that is suspended, or waits for its next region, has
             no entry.
-        prefixes: The shared prefixes with a region that has not been dropped, by name, each with its region.
-        move_margin_s: Seconds before a region's end at which its tenant must move to another region.
+        prefixes: The shared prefixes whose region has not been dropped, by name, each with its region.
+        move_margin_s: How many seconds before a region's end its tenant must move to another region.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class TenantRegions:
         on_failure: Callable[[Exception], None],
         life_s: float | None = None,
     ) -> None:
-        """Prepare, without opening a region; the decoder then calls `open` for each tenant.
+        """Prepare without opening a region. The decoder then calls `open` for each tenant.
 
         Args:
             engine: The engine; the regions are parts of its lease.
             scheduler: Has the tenants and the limiter; it is only read.
             log: Receives refused renewals and refused regions.
             on_opened: Called when a region replaces a lost one.
-            on_failure: Called when no region can be opened any more, because the engine is lost.
+            on_failure: Called when no region can be opened because the engine is lost.
             life_s: Duration in seconds of regions that are not renewed; None: regions are renewed.
         """
         self.pools: dict[str, BlockPool] = {}
@@ -103,7 +103,7 @@ class TenantRegions:
         await self._engine.fill_pool(pool, prefix.token_ids[: prefix.blocks * PAGE])
 
     def drop_prefix(self, name: str) -> None:
-        """Close, in the background, the region of a shared prefix that has ended. No step in flight may name it."""
+        """In the background, close the region of a shared prefix that has ended. No step in flight may name it."""
         _, pool = self.prefixes.pop(name)
         self._rebinding.start(self._end(pool, self._prefix_renewals.pop(name)))
 
@@ -112,7 +112,7 @@ class TenantRegions:
         return next((name for name, (_, pool) in self.prefixes.items() if pool.region.lease_id == lease_id), None)
 
     def ended_prefixes(self) -> list[str]:
-        """Return the shared prefixes with regions that have ended; [] if the whole lease has ended."""
+        """Return the shared prefixes whose regions have ended; [] if the whole lease has ended."""
         if not self.prefixes or self._engine.lease.revoked:
             return []
         return [name for name, (_, pool) in self.prefixes.items() if pool.region.revoked]
@@ -128,7 +128,7 @@ class TenantRegions:
         self._rebinding.start(self._end(old, renewal))
 
     def discard(self, pool: BlockPool) -> None:
-        """End, in the background, a region from `open_replacement` that no tenant uses."""
+        """In the background, end a region from `open_replacement` that no tenant uses."""
         self._rebinding.start(self._end(pool, None))
 
     async def release(self, tenant_id: str) -> None:
@@ -137,15 +137,15 @@ class TenantRegions:
         await self._close(pool, renewal)
 
     def expiring(self) -> list[str]:
-        """Return the tenants with regions that are about to end; [] if the lease itself is about to end."""
+        """Return the tenants whose regions are about to end; [] if the lease itself is about to end."""
         if self._engine.remaining_s <= self.move_margin_s:
             return []
         return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_margin_s]
 
     def ended(self) -> list[str]:
-        """Return the tenants with regions that have ended; [] if the whole lease has ended.
+        """Return the tenants whose regions have ended; [] if the whole lease has ended.
 
-        Costs one load from shared memory for each tenant.
+        Reads one value from shared memory for each tenant.
         """
         if self._engine.lease.revoked:
             return []
@@ -208,7 +208,8 @@ class TenantRegions:
             try:
                 return await self.open(tenant)
             except GpuLeaseError as error:
-                # While a daemon drains, it refuses new regions, but the lease still serves the others: not a loss yet.
+                # While a daemon drains, it refuses new regions, but the lease still serves the existing ones. This is
+                # not a loss yet.
                 is_drain = isinstance(error, Drained) and self._engine.lease.is_alive
                 # The lease itself is lost: `_rebind` reports it, and the supervisor opens another engine.
                 if engine_losses.shows_loss(error) and not is_drain:
@@ -227,7 +228,7 @@ class TenantRegions:
     async def close(self) -> None:
         """Stop renewing and opening regions. The regions themselves end with their lease.
 
-        If a task cancels this call, the remaining renewals are stopped nevertheless.
+        The remaining renewals are stopped even if this call is cancelled.
         """
         self.pools.clear()
         self.prefixes.clear()

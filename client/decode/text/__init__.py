@@ -1,1 +1,1 @@
-"""Converts text to tokens and back, exactly as the model was trained, and chats to prompts in the model's format."""
+"""Converts text to tokens and back, exactly as in the model's training, and chats to prompts in the model's format."""

@@ -2,8 +2,8 @@
 
 The names and filters are those of transformers' chat_template_utils. A template is code written by the model's author.
 The sandbox denies it access to the host's objects. Products of texts, powers, ranges and the resulting prompt are
-limited here. Time and some memory are not: a template can double, pad or replace a text endlessly. So a server for
-several tenants runs templates in a process with limits (text_processes.py).
+limited here. Time, and memory used in other ways, are not: a template can double, pad or replace a text endlessly. So a
+server for several tenants runs templates in a process with limits (text_processes.py).
 """
 
 import json
@@ -23,7 +23,7 @@ MAX_TEMPLATE_CHARACTERS: Final = 1 << 20
 """Longest template. Compiling a longer one could take minutes."""
 
 MAX_PROMPT_CHARACTERS: Final = 16 << 20
-"""Longest prompt that a template may produce, so that a template that repeats a message can't fill the memory."""
+"""Longest prompt that a template may produce. A template that repeats a message can't fill the memory."""
 
 MAX_REPEATED_CHARACTERS: Final = 1 << 20
 """Longest text or list that a product in a template may produce, for the same reason."""
@@ -41,7 +41,7 @@ class ChatTemplate:
     """Turns a chat into a prompt.
 
     Attributes:
-        arguments: Its constructor's arguments, to make the same template in another process.
+        arguments: The constructor's arguments, with which another process can make the same template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
@@ -82,8 +82,8 @@ class ChatTemplate:
             continues: Whether the prompt ends with the last message's content instead, so that the model continues it,
                 like transformers' `continue_final_message`.
 
-        Raises RequestRejected, with the template's error message, for messages that the template refuses, and for a
-        last message that the template does not reproduce unchanged.
+        Raises RequestRejected, with the template's error message, for messages that the template refuses, and, if
+        `continues` is true, for a last message that the template does not reproduce unchanged.
         """
         # The names that Hugging Face's templates expect; the caller's variables take precedence.
         context: dict[str, Any] = {"add_generation_prompt": not continues, "tools": None, "documents": None}
@@ -91,7 +91,7 @@ class ChatTemplate:
         if continues:
             *before, last = messages
             context["messages"] = [*before, {**last, "content": f"{last['content']}{_END_MARK}"}]
-        # Render piece by piece, so that a template that never ends is stopped at the limit before it fills the memory.
+        # Render piece by piece, so that a template that never ends is stopped at the limit.
         pieces, size = [], 0
         try:
             for piece in self._template.generate(context):
@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 def _up_to_mark(text: str, content: str) -> str:
-    """Return a prompt up to the end of its last message's content, which the mark follows."""
+    """Return a prompt up to the mark, which follows the last message's content."""
     place = text.rfind(_END_MARK.strip())
     if place < 0 or content.strip() not in text:
         raise RequestRejected(
@@ -140,7 +140,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """The block `generation`, which marks the assistant's words for training. Here it only renders its content."""
+    """The block `generation`, which marks the assistant's words for training. Here it just renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  # an instance variable to its base class
 

@@ -23,7 +23,7 @@ START_LIMIT_S: Final = 120.0
 longer on a busy host."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Longest time, in seconds, for the fork server to end its workers and itself. After that it is killed."""
+"""Longest time, in seconds, for the fork server to end its workers and then itself. After that it is killed."""
 
 POLL_S: Final = 0.005
 """Seconds between two checks whether the fork server has ended, which usually takes a few milliseconds."""
@@ -41,8 +41,9 @@ class ForkedWorker:
 
     Attributes:
         number: Its number in packets of the fork server.
-        started: Completed when it is forked, with an error if that failed.
-        ended: Completed when it has ended, with its status from waitpid, or None if the fork server has ended, too.
+        started: Completed when it is forked, with an error if the fork failed.
+        ended: Completed when it has ended, with its status from waitpid, or with None if the fork server has ended,
+            too.
     """
 
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,7 +153,7 @@ class ForkServer:
         return worker
 
     def kill(self, worker: ForkedWorker) -> None:
-        """Let the fork server kill a worker, whatever it is doing. `worker.ended` then gets its status."""
+        """Let the fork server kill a worker, whatever the worker is doing. `worker.ended` then gets its status."""
         worker.close()
         if self.is_alive and self._workers.get(worker.number) is worker:
             self._send({"kill": worker.number})
@@ -160,7 +161,7 @@ class ForkServer:
     async def stop(self) -> None:
         """End the fork server and its workers. If it does not end within STOP_LIMIT_S, it is killed."""
         self._lose()
-        # The server ends because its control socket is closed. Poll, because this process uses no child watcher.
+        # Closing its control socket ends the server. Poll for the end, because this process uses no child watcher.
         deadline = self._loop.time() + STOP_LIMIT_S
         while self._process.poll() is None:
             if self._loop.time() > deadline:
@@ -207,7 +208,7 @@ class ForkServer:
             worker.ended.set_result(status)
 
     def _lose(self) -> None:
-        """Process the loss of the server. It kills its workers when it ends; if it is killed, the kernel kills them."""
+        """Process the server's end. It kills its workers when it ends; if it was killed, the kernel kills them."""
         if not self.is_alive:
             return
         self.is_alive = False

@@ -16,7 +16,7 @@ from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.texts import quoted
 
 MAX_PIECE_CHARACTERS: Final = 256
-"""Longest SentencePiece piece for which merges are derived. Trying all splits of longer ones would take too long."""
+"""Longest SentencePiece piece for which merges are derived. Trying all splits of a longer one would take too long."""
 
 UNKNOWN: Final = 2
 USER_DEFINED: Final = 4
@@ -42,11 +42,11 @@ def gguf_tokenizer(metadata: Members, begin_token: int | None) -> Tokenizer:
     Raises ModelRejected if a key is missing, malformed or not supported.
     """
     kind = metadata.text(f"{AT}model")
-    # The two kinds of vocabularies that the supported families have.
+    # The supported families have two kinds of vocabularies.
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
         raise ModelRejected(f"{metadata.where}: {AT}model must be one of {', '.join(makers)}, not {quoted(kind)}")
-    # Tokens with an empty text get a made-up one, as in llama.cpp.
+    # Tokens without a text get an invented one, as in llama.cpp.
     tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(metadata, "tokens"))]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
@@ -88,14 +88,15 @@ def _pieces(metadata: Members, tokens: list[str]) -> LibraryTokenizer:
     if len(scores) != len(tokens):
         raise ModelRejected(f"{metadata.where}: {AT}scores are {len(scores)}, tokens {len(tokens)}")
     numbers = {text: token for token, text in enumerate(tokens)}
-    # GGUF has no merges for this kind: every cut of a token into two tokens is one, ranked by the token's score.
+    # GGUF has no merges for this kind: each way to split a token into two tokens is a merge, ranked by the token's
+    # score.
     merges = [
         (scores[token], text[:cut], text[cut:])
         for token, text in enumerate(tokens)
         for cut in range(1, len(text) if len(text) <= MAX_PIECE_CHARACTERS else 0)
         if text[:cut] in numbers and text[cut:] in numbers
     ]
-    # The highest score merges first. Ties go by the tokens' ids, so the order is the same everywhere.
+    # The highest score merges first. The tokens' ids break ties, so the order is the same everywhere.
     merges.sort(key=lambda merge: (-merge[0], numbers[merge[1]], numbers[merge[2]]))
     # The file marks the unknown token by its type.
     unknown = next(
@@ -115,7 +116,7 @@ def _pieces(metadata: Members, tokens: list[str]) -> LibraryTokenizer:
 
 
 def _add_special(library: LibraryTokenizer, metadata: Members, tokens: list[str]) -> None:
-    """Register control tokens and user-defined tokens, so that their names in a text become those tokens."""
+    """Register control tokens and user-defined tokens, so that their names in a text are read as those tokens."""
     control = control_tokens(metadata)
     kinds = metadata.items(f"{AT}token_type")[: len(tokens)]
     # Tokens that a user added are text, but are matched as a whole before the model splits words.

@@ -1,7 +1,7 @@
-"""A model's tokenizer: that of the library `tokenizers`, with the model's begin token, its chat template and streams.
+"""A model's tokenizer: the library `tokenizers`, with the model's begin token, its chat template, and streams.
 
-The library tokenizes. This module decodes, by the bytes that each token stands for: a stream then takes one table
-lookup per token, and holds back incomplete characters. The library would decode part of the text again for each token.
+The library tokenizes. This module decodes, by the bytes that each token stands for: a stream takes one table lookup per
+token, and holds back incomplete characters. The library would decode part of the text again for each token.
 """
 
 import codecs
@@ -35,7 +35,7 @@ PIECES_STEPS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The contents of a vocabulary as plain values: enough to turn tokens into text.
+    """A vocabulary as plain values, which is enough to turn tokens into text.
 
     Attributes:
         text: The text of a complete tokenizer.json, in UTF-8, from which the library is loaded.
@@ -65,7 +65,7 @@ class Tokenizer:
     Attributes:
         begin_token: The token that every prompt begins with; None if there is none.
         chat_template: Turns a chat into a prompt; None for a model without a chat template.
-        vocabulary: Number of tokens that texts can contain; the model may have more.
+        vocabulary: Number of tokens that texts can contain. The model may have more.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Tokenizer:
             self._ends = np.frombuffer(library.ends, np.int32)
             self._begins_with_space = library.begins_with_space
             return
-        # The saved state may contain truncation and padding from training; prompts must not be cut or padded.
+        # The saved state may contain truncation and padding from training, but prompts must not be cut or padded.
         library.no_truncation()
         library.no_padding()
         self._loaded = library
@@ -128,8 +128,8 @@ class Tokenizer:
             text: The text.
             begins: Whether to put the model's begin token first, if it has one and the text does not begin with it.
 
-        Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode, LibraryPanicked if the
-        library stops because of its own bug.
+        Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode, and LibraryPanicked if a
+        bug stops the library.
         """
         with rejected(RequestRejected, "the text can't be cut into tokens"), panics_caught():
             tokens: list[int] = self.library.encode(text, add_special_tokens=False).ids
@@ -146,16 +146,16 @@ class Tokenizer:
         return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self, shown: Mapping[int, bytes] | None = None) -> "TextStream":
-        """Return a stream for a text that continues a prompt, so that a space at its beginning stays.
+        """Return a stream for a text that continues a prompt, so a space at its beginning is kept.
 
-        `shown` has special tokens that have a text in this stream, with their bytes.
+        `shown` has the bytes of special tokens that have a text in this stream.
         """
         if not shown:
             return TextStream(self.bytes_of)
         return TextStream(lambda token: shown.get(token) or self.bytes_of(token))
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for; b"" for a special one and for one outside of `vocabulary`."""
+        """Return the bytes that a token stands for; b"" for a special token and for one outside `vocabulary`."""
         cached = self._bytes.get(token)
         if cached is None:
             cached = self._bytes[token] = self._find_bytes(token)
@@ -163,7 +163,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[int, str]:
-        """The names of special tokens, which have no text."""
+        """The names of special tokens, which have no text, by token."""
         return {token: name for token, (name, is_special) in self._added.items() if is_special}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -192,7 +192,7 @@ class Tokenizer:
 
     @property
     def library(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer. Raises ModelRejected if it has to be loaded, and can't be."""
+        """The library's tokenizer. Raises ModelRejected if it must be loaded and can't be."""
         if self._loaded is None:
             assert self._table is not None
             self._loaded = library_tokenizer(self._table.text.decode(), self._where)
@@ -221,7 +221,7 @@ class Tokenizer:
 
     @classmethod
     def of_values(cls, values: Sequence[Any], table: TokenTable | None = None) -> Self:
-        """Return the tokenizer that the result of `values` describes, built from `table` if that is given.
+        """Return the tokenizer that the result of `values` describes, built from `table` if given.
 
         Raises ModelRejected.
         """

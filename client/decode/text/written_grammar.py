@@ -1,10 +1,11 @@
-r"""Grammars that callers write: EBNF as llama.cpp and xgrammar have it (GBNF), or Lark. Both become llguidance's Lark.
+r"""Grammars that callers write: the EBNF of llama.cpp and xgrammar (GBNF), or Lark. Both become llguidance's Lark.
 
     root ::= "yes" | "no" ws number{1,3}        start: "yes" | "no" _WS NUMBER~1..3
     ws ::= [ \t]*                               _WS: /[ \t]*/
 
 A grammar is parsed completely and written again from the result, so it can't contain other features of the library's
-Lark, such as schemas, special tokens or limits of a rule. Its work is bounded before the library gets it.
+Lark, such as schemas, special tokens or limits of a rule. The work that it causes is bounded before the library gets
+it.
 """
 
 import re
@@ -18,15 +19,13 @@ from gpulease.client.decode.text.grammar import MAX_EXPANDED_ITEMS, MAX_GRAMMAR_
 from gpulease.client.texts import quoted
 
 MAX_DEFINITIONS: Final = 512
-"""Maximum number of rules and terminals. That each of them has an end is shown in a time that their number
-multiplies."""
+"""Maximum number of rules and terminals. The time to show that each of them has an end grows with their number."""
 
 MAX_DEPTH: Final = 64
 """Maximum depth of nested groups."""
 
 MAX_STACKED: Final = 4
-"""Maximum number of repetitions of one part directly after one another. Each nests the part one level deeper, like a
-group.
+"""Maximum number of repetition marks directly after one another. Each nests the part one level deeper, like a group.
 """
 
 MAX_COUNT: Final = 1_000_000
@@ -36,7 +35,7 @@ MAX_LEXEME: Final = 128
 """Most characters that one lexeme may require, in a grammar without a limit to the length of its texts.
 
 Where only one text can follow, the library computes all of it for a mask, up to as many lexemes as its limits allow.
-With lexemes of this length, they are about 10^6 characters, which take a second or two.
+With lexemes of this length, that is about 10^6 characters, which take a second or two.
 """
 
 COMMON_CHARACTERS: Final = 100
@@ -45,7 +44,7 @@ COMMON_CHARACTERS: Final = 100
 _IS_EBNF: Final = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 _EBNF_NAME: Final = re.compile(r"(?P<name>[A-Za-z0-9_-]+)[ \t]*::=")
 _LARK_NAME: Final = re.compile(r"[?!]*(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?!:)")
-"""How a definition begins, at the beginning of a line."""
+"""How a definition begins, at the start of a line."""
 
 _SPACE: Final = re.compile(r"(?:\s+|(?:#|//)[^\n]*)+")
 
@@ -84,12 +83,12 @@ _MARKS: Final[Mapping[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, 
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """A literal, a set of characters or a regular expression, as llguidance's Lark has it.
+    """A literal, a set of characters or a regular expression, in llguidance's Lark.
 
     Attributes:
         written: Its text.
         most: The number of its characters, with repetitions written out.
-        least: The same with the fewest repetitions: from any beginning of it, its end is at most that far.
+        least: The same with the fewest repetitions. From any beginning of the lexeme, its end is at most that far.
     """
 
     written: str
@@ -120,7 +119,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part `least` to `most` times; None is any number."""
+    """A part, `least` to `most` times; None for any number."""
 
     part: "Part"
     least: int
@@ -131,10 +130,10 @@ Part = Lexeme | Reference | Series | Choice | Repeat
 
 
 def lark_of(text: str) -> str:
-    """Return a written grammar as llguidance's Lark, with `start` as the rule of a whole answer.
+    """Return a grammar as llguidance's Lark, with `start` as the rule of a whole answer.
 
     The syntax is EBNF if a line begins with `name ::=`; its first rule is `root`. Otherwise it is Lark. Raises
-    GrammarRefused for a grammar that is wrong, that has more of Lark than rules, terminals, `%import common.NAME` and
+    GrammarRefused for a grammar that is wrong, that uses more of Lark than rules, terminals, `%import common.NAME` and
     `%ignore`, or that takes too much work.
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
@@ -149,7 +148,7 @@ class _Reader:
         is_ebnf: Whether it is written in EBNF.
         definitions: The part that each name stands for.
         imports: The names of Lark's common terminals that it uses.
-        ignored: What may be anywhere between lexemes.
+        ignored: The parts that may come between any two lexemes.
     """
 
     def __init__(self, text: str) -> None:
@@ -192,8 +191,8 @@ class _Reader:
         parts: list[Part] = []
         while (part := self._item()) is not None:
             parts.append(part)
-        # In Lark, an alternative may have an alias, which names a node of the syntax tree. Ignore it: no tree is built
-        # here.
+        # In Lark, an alternative may have an alias, which names a node of the syntax tree. Ignore it, because no tree
+        # is built here.
         self._taken("alias")
         return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
@@ -271,7 +270,7 @@ class _Reader:
         return Lexeme(string_literal(text) + flag, len(text), len(text)) if text else Series(())
 
     def _set(self, text: str) -> Part:
-        """Return EBNF's set of characters as one of a regular expression."""
+        """Return a set of characters in EBNF as a set in a regular expression."""
         sign, text = ("^", text[1:]) if text.startswith("^") else ("", text)
         # Pairs of a character and whether it was escaped: an escaped - does not make a range.
         characters = [(self._character(match), match[0][0] == "\\") for match in _CHARACTER.finditer(text)]
@@ -329,7 +328,7 @@ class _Reader:
         return match
 
     def _next(self) -> re.Match[str] | None:
-        """Return the next token; None where a definition or nothing follows. Raises GrammarRefused for all else."""
+        """Return the next token; None before a definition and at the end. Raises GrammarRefused for anything else."""
         self._skip()
         if self._place == len(self._text) or self._definition():
             return None
@@ -362,7 +361,7 @@ class _Reader:
 
 
 class _Grammar:
-    """A grammar that was read: which of its names are terminals, how much work it is, and its text in Lark."""
+    """A grammar that was read: which names are terminals, how much work it takes, and its text in Lark."""
 
     def __init__(self, reader: _Reader) -> None:
         self._parts, self._imports, self._ignored = dict(reader.definitions), reader.imports, reader.ignored
@@ -374,7 +373,7 @@ class _Grammar:
         self._check_work()
 
     def lark(self) -> str:
-        """Return it as llguidance's Lark. Names are numbered: they may be any text in EBNF."""
+        """Return the grammar as llguidance's Lark. Names become numbers, because in EBNF they may be any text."""
         numbered = {
             name: f"T{place}" if name in self._terminals else f"r{place}" for place, name in enumerate(self._parts)
         }
@@ -399,7 +398,7 @@ class _Grammar:
                     raise GrammarRefused(f"the grammar must define {quoted(name)}, which it uses")
 
     def _regular(self) -> set[str]:
-        """Return the names that don't refer to themselves, directly or by others: their texts are a regular language.
+        """Return the names that do not refer to themselves, even through others: their texts are a regular language.
 
         As terminals, all of their texts are found: between lexemes the library takes the longest one.
         """
@@ -442,7 +441,7 @@ class _Grammar:
             raise GrammarRefused(f"the grammar: the terminal {quoted(min(circular))} must not refer to itself")
 
     def _check_ends(self) -> None:
-        """Refuse names without any finite text: all that could follow is one text without an end."""
+        """Refuse names without a finite text, because an answer could never end."""
         ended = set(self._imports)
         users: dict[str, list[str]] = {name: [] for name in (*self._parts, *self._imports)}
         for name, part in self._parts.items():

@@ -1,1 +1,1 @@
-"""The tiny model that the decode engine is tested with, as Hugging Face files, and the program that trained it."""
+"""The tiny model with which the decode engine is tested, as Hugging Face files, and the program that trained it."""

@@ -1,4 +1,4 @@
-"""Training of the tiny model that the decode engine's tests run: `python -m gpulease.client.decode.tiny.train`.
+"""Trains the tiny model that the decode engine's tests run: `python -m gpulease.client.decode.tiny.train`.
 
 The model is a Llama of 459,392 parameters. It is trained on the help texts of the running Python (pydoc_data), so
 another version of Python gives another model. All random numbers have a fixed seed. The files written are Hugging
@@ -111,7 +111,7 @@ def first_weights(random: np.random.Generator) -> Weights:
             weights[name] = jnp.ones(shape)
         else:
             scale = 0.02 if "embed" in name else shape[1] ** -0.5
-            # The residual adds two outputs per layer, so theirs are smaller (GPT-2's initialisation).
+            # The residual adds two outputs per layer, so their weights are smaller (GPT-2's initialisation).
             scale /= math.sqrt(2 * LAYERS) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             weights[name] = jnp.array(random.standard_normal(shape) * scale, jnp.float32)
     return weights
@@ -179,7 +179,7 @@ def rate(step: jax.Array, steps: jax.Array) -> jax.Array:
 def _updated(
     weights: Weights, first: Weights, second: Weights, rows: jax.Array, step: jax.Array, steps: jax.Array
 ) -> tuple[Weights, Weights, Weights, jax.Array]:
-    """Make one step of AdamW: arXiv 1711.05101."""
+    """Make one step of AdamW (arXiv 1711.05101)."""
     value, slopes = jax.value_and_grad(loss)(weights, rows)
     first = {name: FIRST_DECAY * first[name] + (1 - FIRST_DECAY) * slope for name, slope in slopes.items()}
     second = {name: SECOND_DECAY * second[name] + (1 - SECOND_DECAY) * slope**2 for name, slope in slopes.items()}
