@@ -19,79 +19,18 @@ from typing import Any
 
 import gpulease.client.moved_modules as _moved_modules
 
-__all__ = [
-    "AllocFailed",
-    "Array",
-    "Buffer",
-    "Busy",
-    "CapacityExceeded",
-    "Denied",
-    "Disconnected",
-    "Drained",
-    "Event",
-    "Fenced",
-    "ForwardRevoked",
-    "GpuBuilder",
-    "GpuExclusivityClass",
-    "GpuLease",
-    "GpuLeaseError",
-    "GpuSession",
-    "GpuSessionFailed",
-    "GpuWaiting",
-    "Grant",
-    "Graph",
-    "HeldToken",
-    "InvalidHandle",
-    "InvalidRequest",
-    "KeepAlive",
-    "KernelArgs",
-    "LaunchFailed",
-    "LeaseEvent",
-    "LeaseExpired",
-    "LeaseFreed",
-    "LeaseReport",
-    "LeaseUse",
-    "LoadFailed",
-    "Module",
-    "NotFound",
-    "OperationFailed",
-    "Permission",
-    "Phase",
-    "Region",
-    "RegionCancelled",
-    "RegionExpired",
-    "RegionFailed",
-    "RegionFenced",
-    "RegionFreed",
-    "RegionRevoked",
-    "RegionSet",
-    "Revoked",
-    "Stream",
-    "Submission",
-    "SubmitReport",
-    "SyncFailed",
-    "TimedOut",
-    "Unsupported",
-    "Untrusted",
-    "Variable",
-    "inspect_token",
-    "keep_alive",
-    "my_audience",
-    "submit_by",
-]
-
 _moved_modules.install()
 
 
 def __getattr__(name: str) -> Any:
     """Import all exported names when the first of them is accessed, because most commands of `gpulease` need none."""
-    if not name.startswith("__"):
+    if name == "__all__" or not name.startswith("__"):
         public = import_module("gpulease.client.sync.public")
-        globals().update({exported: getattr(public, exported) for exported in __all__})
+        globals().update({exported: getattr(public, exported) for exported in public.__all__}, __all__=public.__all__)
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
