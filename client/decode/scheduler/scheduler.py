@@ -447,20 +447,19 @@ class ContinuousBatchScheduler:
             last_tokens.append(index)
         return StepOutcome(StepTokens(requests, tokens, places.tolist(), rows.tolist()), ends, last_tokens)
 
-    def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
+    def failed(self, step: StepPlan) -> None:
         """Process a step's failure.
 
         Neither this step nor the one after it changed anything; their rows are planned again.
 
-        A tenant's failure ends the tenant's sequences, as `revoked` does. If the engine itself is lost, call
-        `engine_lost`. Raises ValueError if the step was answered.
+        If a tenant's region failed, call `revoked` as well; if the engine itself is lost, call `engine_lost` instead.
+        Raises ValueError if the step was answered.
         """
         if not step.is_void:
             if step not in self._unanswered:
                 raise ValueError(f"step {step.number} was answered already")
             # The step after a failed one took tokens from it, so it is void as well.
             self._void(self._unanswered.index(step))
-        return [] if tenant_id is None else self.revoked(tenant_id, reason, now)
 
     def step(self, compute: Callable[[StepPlan], Sequence[int]], now: float) -> list[AnyEvent]:
         """Plan a step, compute it and take its results, for harnesses without run-ahead."""

@@ -202,7 +202,7 @@ class StepLoop:
                 # about one of those steps.
                 self._starting = None
                 self._on_region_lost(error)
-                self._ledger.deliver(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
+                self.scheduler.failed(plan)
                 return
             # If the card was idle, this step's time counts from its start; otherwise from the end of the previous step.
             if not self._pending:
@@ -222,7 +222,7 @@ class StepLoop:
             self._pending.clear()
             self._on_region_lost(error)
             self._refusal = None
-            self._ledger.deliver(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
+            self.scheduler.failed(plan)
             self._abort_region(error)
             return
         self._pending.popleft()

@@ -328,7 +328,7 @@ def test_tenants_share_the_time_of_each_step_by_their_rows(scheduler: Continuous
     assert scheduler.tenants["b"].gpu_s == pytest.approx(0.8 + 1.6)
     # A void step was not computed.
     lost = scheduler.plan(0.0)
-    scheduler.failed(lost, None, CompletionReason.REVOKED, 0.0)
+    scheduler.failed(lost)
     assert scheduler.completed(lost, results(lost), 5.0) == []
     assert sum(tenant.gpu_s for tenant in scheduler.tenants.values()) == pytest.approx(0.25 + 0.9 + 1.8)
 
@@ -401,7 +401,7 @@ def test_steps_are_answered_in_their_order_each_once_and_wholly(scheduler: Conti
     with pytest.raises(ValueError, match="step 0 is not the one"):
         scheduler.completed(first, results(first))
     with pytest.raises(ValueError, match="step 0 was answered already"):
-        scheduler.failed(first, None, CompletionReason.ENGINE_ERROR, 0.0)
+        scheduler.failed(first)
 
 
 # --- failures and rebinds ---
@@ -418,7 +418,7 @@ def test_a_step_that_failed_is_planned_again_unchanged(scheduler: ContinuousBatc
     scheduler.submit(prompt_request("b", "s", 30, 20), 0.0)
     scheduler.step(results, 0.0)
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
-    assert scheduler.failed(first, None, CompletionReason.ENGINE_ERROR, 0.0) == []
+    scheduler.failed(first)
     assert first.is_void
     assert second.is_void
     again = [scheduler.plan(0.0), scheduler.plan(0.0)]
@@ -429,7 +429,7 @@ def test_a_step_that_failed_is_planned_again_unchanged(scheduler: ContinuousBatc
 def test_a_failed_step_does_not_undo_the_one_before_it(scheduler: ContinuousBatchScheduler) -> None:
     scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
-    scheduler.failed(second, None, CompletionReason.ENGINE_ERROR, 0.0)
+    scheduler.failed(second)
     again = scheduler.plan(0.0)
     assert rows_of(again) == rows_of(second)
     assert again.sources.tolist() == [2]
@@ -444,7 +444,7 @@ def test_the_turns_of_a_failed_step_come_first() -> None:
         scheduler.step(results, 0.0)
     step = scheduler.plan(0.0)
     assert len(step) == 2
-    scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
+    scheduler.failed(step)
     assert rows_of(scheduler.plan(0.0)) == rows_of(step)
 
 
@@ -453,7 +453,7 @@ def test_a_prompt_of_a_failed_step_stays_before_those_admitted_later(scheduler: 
     scheduler.submit(prompt_request("a", "second", 20, 3), 0.0)
     step = scheduler.plan(0.0)
     assert [count for _, _, count in step.chunks] == [10, 6]
-    scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
+    scheduler.failed(step)
     assert rows_of(scheduler.plan(0.0)) == rows_of(step)
 
 
@@ -463,8 +463,8 @@ def test_a_tenant_s_failure_ends_its_sequences_and_no_others(scheduler: Continuo
         scheduler.submit(prompt_request(tenant, f"{tenant}2", 3, 20), 0.0)
     scheduler.step(results, 0.0)
     step = scheduler.plan(0.0)
-    events = scheduler.failed(step, "a", CompletionReason.REVOKED, 0.0)
-    assert ends(events) == [("a1", "Revoked"), ("a2", "Revoked")]
+    scheduler.failed(step)
+    assert ends(scheduler.revoked("a", CompletionReason.REVOKED, 0.0)) == [("a1", "Revoked"), ("a2", "Revoked")]
     again = scheduler.plan(0.0)
     assert rows_of(again) == [row for row in rows_of(step) if row[0].startswith("b")]
     assert [event.request.request_id for event in token_events(scheduler.completed(again, results(again)))] == [
@@ -755,7 +755,7 @@ def test_rows_that_failed_of_a_tenant_held_since_wait_until_it_is_resumed(
     scheduler.submit(prompt_request("a", "r", prompt, 20), 0.0)
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
     scheduler.hold("a")
-    scheduler.failed(second, None, CompletionReason.ENGINE_ERROR, 0.0)
+    scheduler.failed(second)
     assert not scheduler.plan(0.0).sequences
     scheduler.completed(first, results(first))
     assert not scheduler.plan(0.0).sequences
@@ -769,7 +769,7 @@ def test_a_prompt_that_failed_of_a_tenant_held_since_is_a_prompt_again(scheduler
     scheduler.submit(prompt_request("a", "r", 3, 20), 0.0)
     step = scheduler.plan(0.0)
     scheduler.hold("a")
-    scheduler.failed(step, None, CompletionReason.ENGINE_ERROR, 0.0)
+    scheduler.failed(step)
     scheduler.resume("a")
     assert rows_of(scheduler.plan(0.0)) == rows_of(step)
 

@@ -340,7 +340,9 @@ class AnyOrder(RuleBasedStateMachine):
         before = self.lengths()
         if tenant is not None:
             self.lose(tenant)
-        self.take(self.scheduler.failed(failing.step, tenant, reason, self.now))
+        self.scheduler.failed(failing.step)
+        if tenant is not None:
+            self.take(self.scheduler.revoked(tenant, reason, self.now))
         for name, length in self.lengths().items():
             assert length == before[name], "a failed step moves nothing"
         for other in void:
@@ -467,7 +469,7 @@ class AnyOrder(RuleBasedStateMachine):
         while self.under_way and self.under_way[0].results is not None:
             self.complete()
         if self.under_way:
-            self.take(self.scheduler.failed(self.under_way[0].step, None, CompletionReason.ENGINE_ERROR, self.now))
+            self.scheduler.failed(self.under_way[0].step)
             self.under_way = []
         queued = [waiting for tenant in self.scheduler.tenants.values() for waiting in tenant.waiting]
         unended = [known.request.positions for known in self.known.values() if not known.is_ended]
