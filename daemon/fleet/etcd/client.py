@@ -385,17 +385,13 @@ class EtcdClient:
         # _request).
         written = len(transaction.writes) if reply.succeeded else 0
         ranges = [response.response_range for response in reply.responses[written:]]
-        items, counts = (
-            tuple(_key_values(response.kvs) for response in ranges),
-            tuple(response.count for response in ranges),
-        )
-        return TransactionAnswer(reply.succeeded, reply.header.revision, items, reply.header.cluster_id, counts)
+        items = tuple(_key_values(response.kvs) for response in ranges)
+        return TransactionAnswer(reply.succeeded, reply.header.revision, items, reply.header.cluster_id)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
         """Read keys at one revision, with Range: an etcd without space refuses even read-only transactions."""
         revision, cluster_id, size_bytes = 0, 0, 0
         items: list[tuple[KeyValue, ...]] = []
-        counts: list[int] = []
         # The first page fixes the revision for all further pages and reads, so that together they are one snapshot.
         for get in reads:
             request, is_last = _range(get), False
@@ -407,8 +403,6 @@ class EtcdClient:
                 page = await self._attempt(partial(_read_page, request), is_read=True)
                 if isinstance(page, Unknown | TransactionRejected):
                     return page
-                if not kvs:
-                    counts.append(page.count)
                 kvs += _key_values(page.kvs)
                 size_bytes += page.ByteSize()
                 if size_bytes > MAX_READ_BYTES:
@@ -419,7 +413,7 @@ class EtcdClient:
                     # Continue with the key directly after the page's last one.
                     request.key = kvs[-1].key + b"\0"
             items.append(tuple(kvs))
-        return TransactionAnswer(True, revision, tuple(items), cluster_id, tuple(counts))
+        return TransactionAnswer(True, revision, tuple(items), cluster_id)
 
     async def _after_no_space(self, transaction: Transaction) -> Outcome:
         """Distinguish a write that lack of space prevented from one that was done anyway."""
@@ -505,7 +499,7 @@ def _request(transaction: Transaction) -> Any:
 
 def _range(get: Get) -> Any:
     end = _prefix_end(get.key) if get.is_prefix else b""
-    return messages.RangeRequest(key=get.key or b"\0", range_end=end, count_only=get.count_only)
+    return messages.RangeRequest(key=get.key or b"\0", range_end=end)
 
 
 def _prefix_end(prefix: bytes) -> bytes:

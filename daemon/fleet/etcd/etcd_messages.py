@@ -31,8 +31,8 @@ MESSAGES: Final = {
     "ResponseHeader": "uint64 cluster_id = 1, uint64 member_id = 2, int64 revision = 3",
     "KeyValue": "bytes key = 1, int64 create_revision = 2, int64 mod_revision = 3, bytes value = 5",
     "Event": "int64 type = 1, KeyValue kv = 2",
-    "RangeRequest": "bytes key = 1, bytes range_end = 2, int64 limit = 3, int64 revision = 4, bool count_only = 9",
-    "RangeResponse": "ResponseHeader header = 1, KeyValue* kvs = 2, bool more = 3, int64 count = 4",
+    "RangeRequest": "bytes key = 1, bytes range_end = 2, int64 limit = 3, int64 revision = 4",
+    "RangeResponse": "ResponseHeader header = 1, KeyValue* kvs = 2, bool more = 3",
     "PutRequest": "bytes key = 1, bytes value = 2",
     "DeleteRangeRequest": "bytes key = 1",
     "RequestOp": "RangeRequest request_range = 1, PutRequest request_put = 2,"

@@ -45,11 +45,10 @@ class Delete(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A read of a key, or of all keys with that prefix. With `count_only` it returns only their number."""
+    """A read of a key, or of all keys with that prefix."""
 
     key: bytes
     is_prefix: bool = False
-    count_only: bool = False
 
 
 Compare = CreateRevisionIs | ModRevisionIs
@@ -77,16 +76,14 @@ class TransactionAnswer:
     Attributes:
         succeeded: Whether the comparisons held, so that the writes are done.
         revision: The store's revision after the transaction; if it wrote, the revision of the writes.
-        found: The results of each read, in order of keys; empty for a read that counts.
+        found: The results of each read, in order of keys.
         cluster_id: The cluster that answered.
-        counts: The number of keys that each read matched.
     """
 
     succeeded: bool
     revision: int
     found: tuple[tuple[KeyValue, ...], ...] = ()
     cluster_id: int = 0
-    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,8 @@ class ModelEtcd:
                     old = self.keys.get(write.key)
                     created = old.create_revision if old else self.revision
                     self.keys[write.key] = KeyValue(write.key, write.value, created, self.revision)
-        met = [self.read(get) for get in transaction.reads]
-        found = tuple(() if get.count_only else each for get, each in zip(transaction.reads, met, strict=True))
-        return TransactionAnswer(succeeded, self.revision, found, self.cluster_id, tuple(map(len, met)))
+        found = tuple(self.read(get) for get in transaction.reads)
+        return TransactionAnswer(succeeded, self.revision, found, self.cluster_id)
 
     def holds(self, compare: Compare) -> bool:
         found = self.keys.get(compare.key)
