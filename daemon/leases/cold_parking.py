@@ -314,7 +314,7 @@ class ColdParking:
             reason = f"{state.misfit_reason.rstrip('.')}, and no worker of another kind is ready"
             self._end_misfit(lease, reason, now_ns, effects)
             return
-        effects.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
+        effects.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms))
         arm_park_timer(lease, state.due_ns, effects)
 
     def on_worker_ready(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> bool:

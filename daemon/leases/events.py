@@ -812,7 +812,6 @@ class SpawnWorker:
     lease_id: int
     card_uuid: str
     terms: LeaseTerms
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -1154,7 +1153,6 @@ class RestartWorker:
     lease_id: int
     card_uuid: str
     terms: LeaseTerms
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -442,14 +442,7 @@ class WarmPool:
                 continue
             wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
-            effects.append(
-                SpawnWorker(
-                    lease.lease_id,
-                    lease.card_uuid,
-                    lease.terms,
-                    lease.generation,
-                )
-            )
+            effects.append(SpawnWorker(lease.lease_id, lease.card_uuid, lease.terms))
             effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
     # --- refilling ---

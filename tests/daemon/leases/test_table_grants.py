@@ -32,7 +32,7 @@ from .scenario import MS, OVERHEAD, S, Scenario, armed, denied, kinds, one
 def test_an_acquire_spawns_a_worker_and_gives_it_a_time_to_start() -> None:
     s = Scenario()
     assert s.acquire(1, 20) == [
-        SpawnWorker(1, "GPU-a", LeaseTerms(20, 10_000, exclusivity=Exclusivity.SHARED, orphan_ms=0), 1),
+        SpawnWorker(1, "GPU-a", LeaseTerms(20, 10_000, exclusivity=Exclusivity.SHARED, orphan_ms=0)),
         ArmTimer(TimerFired(1, 1, TimerKind.SPAWN), s.now_ns + 60 * S),
     ]
     assert s.lease(1).state is LeaseState.PENDING

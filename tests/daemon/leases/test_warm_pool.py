@@ -89,7 +89,7 @@ def test_the_leases_terms_go_to_the_context_it_takes() -> None:
     for s in (PoolScenario(), PoolScenario(0)):
         terms = LeaseTerms(20, 10_000, max_kernel_ms=5, waiting=Waiting.BLOCK, orphan_ms=0)
         effects = s.do(AcquireRequested(1001, "ann", 1, terms))
-        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", terms, 1)
+        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", terms)
 
 
 def test_no_context_is_made_during_an_acquire() -> None:

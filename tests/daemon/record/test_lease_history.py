@@ -21,7 +21,7 @@ from gpulease.daemon.record.lease_facts import FactKind
 from gpulease.daemon.record.lease_history import LeaseHistory
 
 WARM = FIRST_WARM_ID
-SPAWN = SpawnWorker(5, "GPU-a", LeaseTerms(100, 60_000), 1)
+SPAWN = SpawnWorker(5, "GPU-a", LeaseTerms(100, 60_000))
 
 
 def placed(history: LeaseHistory, *effects: Effect) -> list[bool]:
