@@ -184,7 +184,6 @@ class FastRequest(_KnownReply):
             undo: As in `Link.expect`.
         """
         super().__init__(operations, op, undo)
-        self._answer_bytes = answer_bytes
         self._head, self._reply_head = _frame_prefixes(op, payload_bytes, answer_bytes)
         # In both frames, only the session's id is between the request id and the payload (`framing.HEADER`).
         self._middle = self._reply_tail = self._attachment.session_id.to_bytes(16)

@@ -492,10 +492,6 @@ class CpuContext:
         self._name_strays()
         self._regions.release(address)
 
-    def region_stray_accesses(self, address: int) -> int:
-        """Return how many accesses kernels have made in a region since it ended."""
-        return self._regions.stray_accesses(address)
-
     def free_bytes(self) -> int:
         """Return the unused part of the largest card's memory; only differences count (`Context.free_bytes`)."""
         return MAX_SLICE_BYTES - self._arena.allocated_bytes - self._regions.taken_bytes

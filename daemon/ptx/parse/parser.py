@@ -243,7 +243,6 @@ class _ImageParser:
             instructions=tuple(body.instructions),
             registers=tuple(body.registers.registers),
             shared_bytes=body.shared.size,
-            shared_alignment=body.shared.alignment,
             module_shared=tuple(body.shared.adopted.values()),
             dynamic_shared_offset=round_up(body.shared.size, self._dynamic_alignment),
             local_bytes=body.local.size,

@@ -310,7 +310,6 @@ class Function:
     call_bytes: int = 0
     call_alignment: int = 1
     local_alignment: int = 1
-    shared_alignment: int = 1
     module_shared: tuple[DeclaredVariable, ...] = ()
 
     @property

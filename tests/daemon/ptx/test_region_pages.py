@@ -59,7 +59,7 @@ class Rig:
 
     @property
     def count(self) -> int:
-        return self.context.region_stray_accesses(self.ended)
+        return self.context._regions.stray_accesses(self.ended)
 
     def check_untouched(self) -> None:
         """The neighbours are what they were, and nothing lies in the ended region's place."""
