@@ -13,7 +13,7 @@ from gpulease.client.http.settings_file import open_regular
 from gpulease.client.texts import parse_problem, quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Maximum size of a JSON file in bytes, other than a tokenizer's. Without a limit, its Python objects could fill the
+"""Maximum size in bytes of a JSON file other than a tokenizer. Without a limit, its Python objects could fill the
 host's memory."""
 
 
@@ -58,9 +58,9 @@ class Members:
         self.where = where
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return an integer. Raises ModelRejected for another type, or if it is missing without a default.
+        """Return an integer. Raises ModelRejected for another type, or if the member is missing and has no default.
 
-        An integer that is too large for a float is refused like another type, so callers may compute with floats.
+        An integer that is too large for a float is refused, too, so callers may compute with floats.
         """
         value = self._value(key, default)
         # bool is a subclass of int in Python, but `true` is not a number in JSON.
@@ -87,7 +87,7 @@ class Members:
         return value
 
     def object(self, key: str) -> "Members | None":
-        """Return the members of a nested object; None if it is missing or null."""
+        """Return the members of a nested object; None if the object is missing or null."""
         value = self.values.get(key)
         if value is None:
             return None

@@ -70,10 +70,10 @@ class NoModelLoaded(DecodeError):
 
 
 class RequestRejected(DecodeError):
-    """A prompt or its sampling is invalid: empty, outside of the vocabulary, too long for the context, and so on.
+    """A prompt or its sampling is invalid: empty, outside the vocabulary, too long for the context, and so on.
 
     Attributes:
-        parameter: The name of the invalid parameter in `/v1/completions`; "" if it is not known.
+        parameter: The name of the invalid parameter in `/v1/completions`; "" if unknown.
     """
 
     def __init__(self, message: str, hint: str = "", *, parameter: str = "") -> None:
@@ -103,11 +103,11 @@ class RequestIdInUse(RequestRejected):
 
 
 class AdmissionRefused(RequestRejected):
-    """A request, or the replay of one, was refused at its admission. Nothing more of it is computed.
+    """A request, or its replay, was refused admission. Nothing more is computed for it.
 
     Attributes:
         reason: Why.
-        detail: The same as a sentence, without the reason's name.
+        detail: The reason as a sentence, without its name.
         retry_after_s: Seconds after which it may be sent again; None if unknown.
     """
 
@@ -128,8 +128,8 @@ class TextNotRead(RequestRejected):
     """Reading a text, or a chat in the model's template, exceeds a limit. Only this request fails.
 
     Attributes:
-        limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it;
-            "library" if a library failed because of its own bug.
+        limit: The limit that it exceeded: "memory", "processor" or "time"; "process" if it ended the process that read
+            it; "library" if a bug made a library fail.
     """
 
     def __init__(self, message: str, limit: str) -> None:
@@ -142,9 +142,9 @@ class TextProcessesFailed(DecodeError):
 
 
 class LibraryPanicked(DecodeError):
-    """A library written in Rust panicked during one call, because of a bug in it. The message contains its panic text.
+    """A library written in Rust panicked during one call, because of a bug. The message contains the panic's text.
 
-    An object that the call has changed may be broken. A server does not show the message to tenants.
+    Objects that the call changed may be broken. A server does not show the message to tenants.
     """
 
 
@@ -177,9 +177,10 @@ class EngineDecodeFailed(DecodeError):
 
 
 class RequestBreaksEngine(EngineDecodeFailed):
-    """The engine failed while it computed this request alone. The request is not computed again; do not repeat it."""
+    """The engine failed while it computed this request alone. It will not compute the request again; do not repeat
+    it."""
 
 
 def decoder_closed() -> NoModelLoaded:
-    """Return the error of every call to a decoder that is closed."""
+    """Return the error that every call to a closed decoder raises."""
     return NoModelLoaded("The decoder is closed", "Open one with Decoder.open")

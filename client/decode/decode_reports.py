@@ -12,14 +12,15 @@ from gpulease.client.decode.decode_requests import SamplingParameters, StepToken
 
 @dataclass(frozen=True, slots=True)
 class ForwardRevoked:
-    """A step that did not begin, because a region that it names had ended ("revoked" stands for any end).
+    """A step that did not begin because a region that it names had ended ("revoked" stands for any end).
 
     Attributes:
         lease_id: The region's id.
         tenant_id: Its tenant.
         kernel_site: The position of the refused launch in the step's graph; None if the refusal names none.
         kv_position: The number of the step.
-        flip_to_report_s: Seconds from the region's end, when its state word changed, to this report; None if unknown.
+        flip_to_report_s: Seconds from the region's end, that is the change of its state word, to this report; None if
+            unknown.
     """
 
     lease_id: int
@@ -36,7 +37,7 @@ class RebindReport:
     Attributes:
         tenant_id: Its tenant.
         old_request_id, new_request_id: The scheduler's ids of the request that ended and of its replay.
-        prompt_tokens: Number of tokens that were computed again: those of the prompt, and those emitted before.
+        prompt_tokens: Number of tokens that were computed again: the prompt's, and the tokens emitted before.
         reason: Why the old request ended.
         is_engine_scoped: Whether the whole engine was lost, rather than only the tenant's region.
         latency_s: Seconds from the old request's end to the new one's first token.
@@ -53,7 +54,7 @@ class RebindReport:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A caller's request that has ended, including its replays.
+    """A caller's request that has ended, with all of its replays.
 
     Attributes:
         tenant_id: Its tenant.
@@ -66,7 +67,7 @@ class FinishedRequest:
         submitted_at, ended_at: When it was submitted, and when it ended.
         first_token_at: When its first token was emitted; None if there was none.
         compute_s: The total duration, in seconds, of all steps in which it had a row.
-        gpu_s: Its share of this time: each step's duration is divided in proportion to the requests' rows.
+        gpu_s: Its share of this time. Each step's duration is divided among the requests in proportion to their rows.
         replays: How often it was replayed.
         region_id: The id of the last region in which it was computed; None if there was none.
     """
@@ -110,7 +111,8 @@ class StepReport:
         rows: Number of its rows.
         decode_rows: Number of its rows that belong to decoding sequences; the others belong to prompts.
         tokens: The tokens that it emitted.
-        took_s: Seconds from the previous step's end, or after a pause from this step's start, to this step's end.
+        took_s: Seconds from the previous step's end, or from this step's start if there was a pause, to this step's
+            end.
     """
 
     rows: int
@@ -187,4 +189,4 @@ class DecoderObserver:
         """Called when another engine has taken over."""
 
     def on_prefix_changed(self, report: PrefixChanged) -> None:
-        """Called when a shared prefix is computed, also before the decoder is open, and when its region ends."""
+        """Called when a shared prefix is computed, even before the decoder is open, and when its region ends."""

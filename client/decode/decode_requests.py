@@ -1,4 +1,4 @@
-"""The scheduler's input and output: tenants, requests, their sampling, events and reasons."""
+"""The scheduler's input and output: tenants, requests and their sampling, and events."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from gpulease.client.decode.row_records import MAX_RANKS, PAGE
 from gpulease.client.decode.token_guide import TokenGuide
 
 MIN_TEMPERATURE: Final = 1e-3
-"""Lowest temperature above 0. Below it, a logit times the f32 reciprocal overflows in the kernels."""
+"""Lowest temperature above 0. Below it, a logit times the f32 reciprocal would overflow in the kernels."""
 
 MAX_TEMPERATURE: Final = 100.0
-"""Highest temperature. At this one all tokens are almost equally likely, so a higher one is a mistake."""
+"""Highest temperature. Here all tokens are almost equally likely, so a higher value is a mistake."""
 
 MAX_TOP_K: Final = 2**31 - 1
 """Highest top_k: a row's record holds it in 32 signed bits."""
@@ -28,7 +28,7 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
-"""Bounds of the repetition penalty: beyond them, it alone decides which token is chosen."""
+"""Bounds of the repetition penalty. Beyond them, the penalty alone decides which token is chosen."""
 
 MAX_PENALTY: Final = 2.0
 """Largest absolute value of a presence or frequency penalty, as in OpenAI's API."""
@@ -46,13 +46,13 @@ MAX_BAD_SEQUENCES: Final = 256
 """Maximum number of token sequences in `bad_words`: each word takes two, with and without a space before it."""
 
 MAX_BAD_SEQUENCE: Final = 16
-"""Maximum length of such a sequence, in tokens. With each emitted token, up to this many lengths are looked up."""
+"""Maximum length of such a sequence, in tokens. After each emitted token, up to this many lengths are looked up."""
 
 MAX_STOP_TOKENS: Final = 128
-"""Maximum number of tokens that end one request's sequence, in addition to the model's."""
+"""Maximum number of tokens that end one request's sequence, in addition to the model's end tokens."""
 
 LEAST_DEPTH: Final = 1e-30
-"""The depth for a min_p of 1, which keeps only the highest logits. A depth of 0 would keep all."""
+"""The depth for a min_p of 1, which keeps only the highest logits: a depth of 0 keeps all."""
 
 MAX_PRIORITY: Final = 2**31 - 1
 """Largest absolute value of a request's priority."""
@@ -85,19 +85,20 @@ class SamplingParameters:
         top_p: Keeps the smallest set of tokens that together have this probability, above 0; 1 keeps all.
         top_k: Keeps this many of the highest logits; 0 keeps all.
         seed: The seed of the random numbers, an unsigned integer of 64 bits.
-        min_p: Keeps tokens with at least this share of the likeliest one's probability, 0 to 1; 0 keeps all.
-        repetition_penalty: For each token that the sequence contains: its logit is divided by the penalty if it is
-            above 0, and otherwise multiplied by it.
+        min_p: Keeps tokens with at least this share of the likeliest token's probability, 0 to 1; 0 keeps all.
+        repetition_penalty: For each token in the sequence, a logit above 0 is divided by the penalty, and any other
+            logit is multiplied by it.
         presence_penalty: Subtracted once from the logit of each token that was emitted.
         frequency_penalty: Subtracted from a token's logit once for each time that the token was emitted.
         logit_bias: Pairs of a token and the number that is added to its logit before the penalties.
-        allowed_token_ids: The only tokens that can be chosen, also to end the sequence; () for all.
-        bad_words: Sequences of tokens that are not emitted: the last token of each can't be chosen after the others.
+        allowed_token_ids: The only tokens that can be chosen, even to end the sequence; () for all.
+        bad_words: Sequences of tokens that are never emitted: the last token of each can't be chosen after the other
+            tokens.
         min_tokens: Number of tokens that must be emitted before a token that ends the sequence can be chosen.
         stop_token_ids: Further tokens that end the sequence.
         ignores_end: Whether the model's end tokens do not end the sequence.
         grammar: The grammar that the emitted tokens follow up to the end of the sequence (text/grammar.py); "" for any
-            tokens. The sequence then ends only with the grammar, or at its longest.
+            tokens. The sequence then ends only with the grammar, or at its maximum length.
     """
 
     temperature: float = 0.0
@@ -159,7 +160,7 @@ class SamplingParameters:
 
     @property
     def filters_tokens(self) -> bool:
-        """Whether lists say which tokens can be chosen."""
+        """Whether lists limit which tokens can be chosen."""
         return bool(self.allowed_token_ids or self.bad_words)
 
     @property
@@ -175,8 +176,8 @@ class SamplingParameters:
 
     @property
     def depth(self) -> float:
-        """How far below the highest logit min_p lets a token be, in the form of a row's record; 0 for any distance."""
-        # At temperature T, a token that is d below the highest one has e^(-d / T) of its probability.
+        """How far below the highest logit min_p lets a token be, as in a row's record; 0 for any distance."""
+        # At temperature T, a token whose logit is d below the highest has e^(-d / T) of its probability.
         if not self.min_p:
             return 0.0
         return max(-self.temperature * math.log(self.min_p), LEAST_DEPTH)
@@ -184,7 +185,7 @@ class SamplingParameters:
     @property
     def inverse_temperature(self) -> float:
         """The reciprocal of the temperature, in the form of a row's record; 0 for greedy sampling."""
-        # The kernel multiplies by it, and 0 selects the greedy choice.
+        # The kernel multiplies by this value, and 0 selects greedy sampling.
         return 1 / self.temperature if self.temperature else 0.0
 
 
@@ -221,7 +222,7 @@ class TenantConfig:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Tokens that the operator shares with all tenants: for prompts that begin with them, blocks are computed already.
+    """Tokens that the operator shares with all tenants, so that prompts beginning with them find computed blocks.
 
     Only full blocks are shared. Raises ValueError for too few tokens to fill one block.
 
@@ -241,7 +242,7 @@ class SharedPrefix:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that its region needs for its tokens."""
+        """Number of blocks that its tokens need in its region."""
         return len(self.token_ids) // PAGE
 
 
@@ -252,15 +253,15 @@ class PromptRequest:
     Attributes:
         tenant_id: Its tenant.
         request_id: Its id, unique among live and waiting requests.
-        token_ids: The prompt, one token at least.
+        token_ids: The prompt, at least one token.
         sampling: How tokens are chosen.
         max_emitted_tokens: Maximum number of tokens to emit, 1 or more.
         wait_s: Seconds for which it may wait for its admission; if 0, it is refused unless it is admitted at once.
         continues: The caller's id of the request that this one replays; "" if a caller sent it.
         attempt: The number of this replay, from 1; 0 if a caller sent it.
-        replayed_tokens: How many tokens at the end of `token_ids` were emitted by earlier attempts.
+        replayed_tokens: How many tokens at the end of `token_ids` earlier attempts have emitted.
         priority: The tenant's waiting requests with a lower number are admitted first.
-        ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
+        ranks: How many of the likeliest tokens to report with each token, at most MAX_RANKS.
         scores_prompt: Whether the prompt's tokens are reported with their probabilities.
         pooling: How the prompt's rows become a vector; None for no vector. A request with a pooling also emits a token.
         cache_salt: The request shares blocks only with requests that have the same salt.
@@ -284,7 +285,7 @@ class PromptRequest:
     guide: "TokenGuide | None" = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # A replay's id is the caller's with a suffix, so it may be a little longer.
+        # A replay's id is the caller's id with a suffix, so it may be a little longer.
         if not self.continues and not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARACTERS:
             allowed = f"1 to {MAX_REQUEST_ID_CHARACTERS} characters"
             raise RequestRejected(f"the request's id must have {allowed}, not {len(self.request_id)} of them")
@@ -306,17 +307,17 @@ class PromptRequest:
 
     @property
     def positions(self) -> int:
-        """Maximum number of positions of the sequence. The last emitted token is never computed, so it has none."""
+        """Maximum number of the sequence's positions. The last emitted token has none, because it is never computed."""
         return len(self.token_ids) + self.max_emitted_tokens - 1
 
     @property
     def blocks(self) -> int:
-        """Maximum number of blocks that it can need, with PAGE positions in each."""
+        """Maximum number of blocks, of PAGE positions each, that it can need."""
         return -(-self.positions // PAGE)
 
     @property
     def prompt_blocks(self) -> int:
-        """Number of blocks that it needs at its admission: for its prompt and for the first emitted token."""
+        """Number of blocks that it needs for its admission: for its prompt and the first emitted token."""
         return min(len(self.token_ids), self.positions - 1) // PAGE + 1
 
     @property
@@ -335,7 +336,7 @@ class SchedulerEvent:
 
         Attributes:
             request: The request.
-            token: The token, also if it ends the sequence.
+            token: The token, even if it ends the sequence.
             position: Its index in the sequence; the prompt's first token has index 0.
             row: The row of the completed step that yielded it.
         """
@@ -352,7 +353,7 @@ class SchedulerEvent:
         Attributes:
             request: The request.
             reason: Why it ended.
-            continued_by: The id of the request that replays it, and already waits; "" if it is not replayed.
+            continued_by: The id of the request that replays it and already waits; "" if it is not replayed.
             kept_out_by: If it waited too long, the obstacle at the end of its wait; otherwise None.
             detail: The obstacle as a sentence, with advice; otherwise "".
         """
@@ -365,7 +366,7 @@ class SchedulerEvent:
 
     @dataclass(frozen=True, slots=True)
     class AdmissionRejected:
-        """A request was refused; nothing of it was computed.
+        """A request was refused before anything was computed for it.
 
         Attributes:
             request: The request.
@@ -382,7 +383,7 @@ class SchedulerEvent:
 
 @dataclass(slots=True)
 class StepTokens:
-    """The tokens that a step emitted, as columns. Iterating makes a `SchedulerEvent.Token` of each.
+    """The tokens that a step emitted, as columns. Iterating makes a `SchedulerEvent.Token` from each.
 
     A step may have a thousand tokens: an object for each would take longer than all other work for the step.
 
@@ -407,12 +408,12 @@ class StepTokens:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The tokens that a step emitted, and the requests that ended with it.
+    """The tokens that a step emitted, and the requests that they ended.
 
     Attributes:
         tokens: The tokens that it emitted.
         ends: The requests that ended with one of them.
-        last_tokens: For each of `ends`, the index of its last token in `tokens`. They ascend.
+        last_tokens: For each of `ends`, the index of its last token in `tokens`, in ascending order.
     """
 
     tokens: StepTokens
@@ -433,7 +434,7 @@ AnyEvent = SchedulerEvent.Token | SchedulerEvent.Completed | SchedulerEvent.Admi
 
 
 def _is_number(value: object) -> bool:
-    # JSON's true is not a number, and NaN or infinity can't be computed with.
+    # JSON's true is not a number, and NaN and infinity give no usable result.
     return (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and math.isfinite(value)
     )
@@ -450,7 +451,7 @@ def _check_integer(name: str, value: object, minimum: int, maximum: int) -> None
 
 
 def _check_tokens(name: str, tokens: tuple[int, ...], max_tokens: int) -> None:
-    """Check a list of tokens using only calls of C code, because it is checked for each sequence of a request."""
+    """Check a list of tokens with calls of C code only, because this is done for each sequence of a request."""
     if len(tokens) > max_tokens:
         raise RequestRejected(f"{name} must have at most {max_tokens} tokens, not {len(tokens)}")
     if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) <= MAX_POSITIONS):

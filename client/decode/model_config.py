@@ -15,16 +15,16 @@ MAX_SHARE: Final = 16
 """Maximum number of query heads per key head: the number of rows of an attention kernel's tile."""
 
 COLUMNS_STEP: Final = 32
-"""The number of columns of every linear must be a multiple of this, the number of values in a block of Q8_0."""
+"""Every linear's number of columns must be a multiple of this, the number of values in a block of Q8_0."""
 
 MIN_NORM_EPSILON: Final = 2.0**-126
 """Minimum value that RMS norms add under the root: the smallest normal f32 (IEEE 754)."""
 
 MAX_LAYERS: Final = 1024
-"""Maximum number of layers, so that a number in a file can't cause a list of tensors that fills the host's memory."""
+"""Maximum number of layers, so that a file's number can't cause a list of tensors that fills the host's memory."""
 
 MAX_CONTEXT: Final = 1 << 24
-"""Maximum number of positions, so that a number in a file can't cause an enormous table."""
+"""Maximum number of positions, so that a file's number can't cause an enormous table."""
 
 MAX_EXPERTS: Final = 256
 """Maximum number of experts of a layer: the number of lanes of the kernels that choose and gather experts."""
@@ -82,7 +82,7 @@ class YarnScaling:
         beta_slow: Frequencies that turn less often than this are divided by the whole factor.
         original_context: Number of positions that the model was trained for before the scaling.
         attention_factor: The factor by which cosines and sines are multiplied.
-        is_truncated: Whether the range of frequencies between these two is widened to whole pairs.
+        is_truncated: Whether the range of frequencies between the two betas is widened to whole pairs.
     """
 
     factor: float
@@ -148,22 +148,23 @@ class ModelConfig:
         context: Number of positions that the model was made for, as in the file (max_position_embeddings,
             context_length). With scaled rotary embeddings, this number already includes the scaling.
         rope_theta: Base of the rotary embeddings' wavelengths.
-        rope_scaling: How the rotary embeddings are scaled; None if they are not.
+        rope_scaling: How the rotary embeddings are scaled; None if they are not scaled.
         norm_epsilon: The value that RMS norms add under the root.
         is_tied: Whether the head uses the embedding's weights.
         has_bias: Whether q, k and v have biases (Qwen2).
         has_head_norm: Whether q and k are normalised by head (Qwen3).
         begin_token: The token that every prompt begins with; None if there is none.
         end_tokens: Tokens that end a sequence.
-        windows: Each layer's window: the number of positions that a row attends to, its own included; None for all
+        windows: Each layer's window: the number of positions, its own included, that a row attends to; None for all
             earlier positions. Empty if no layer has a window.
-        turned_width: How many values of a head its position turns, the first ones in Hugging Face's order; None: all.
+        turned_width: How many values of a head are rotated by the position, the first in Hugging Face's order; None:
+            all.
         gate: The activation of the gate.
         has_outer_norms: Whether the results of attention and of the feed-forward part are normalised before they are
             added to the residual (Gemma 3).
-        embedding_scale: The factor by which the embedding's values are multiplied; None for no factor.
+        embedding_scale: The factor by which the embedding's values are multiplied; None if they are not.
         score_divisor: Attention scores are divided by the root of this number; None: of `head_width`.
-        local_rope_theta: The base of the rotary embeddings of layers with a window, which are not scaled; None if all
+        local_rope_theta: The base of the rotary embeddings, which are not scaled, of layers with a window; None if all
             layers have the same rotary embeddings.
         experts: The experts of layers with experts; None if no layer has experts.
     """
@@ -196,16 +197,16 @@ class ModelConfig:
 
     @property
     def turned_pairs(self) -> int:
-        """The number of pairs of a head's values that its position turns."""
+        """The number of pairs of a head's values that are rotated by the position."""
         return (self.turned_width or self.head_width) // 2
 
     def window(self, layer: int, positions: int) -> int | None:
-        """Return a layer's window; None if it has none, or if sequences of `positions` positions do not exceed it."""
+        """A layer's window; None if the layer has none, or if sequences of `positions` positions do not exceed it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= positions else window
 
     def experts_of(self, layer: int) -> Experts | None:
-        """Return a layer's experts; None if it has one feed-forward part for all rows."""
+        """Return a layer's experts; None if the layer has one feed-forward part for all rows."""
         return self.experts if self.experts and layer not in self.experts.dense_layers else None
 
     def is_local(self, layer: int) -> bool:
@@ -268,10 +269,10 @@ def check_config(config: ModelConfig, where: str) -> None:
         # With a base near 0, the first pairs' frequencies would be infinite.
         if theta is not None and not 1 <= theta < math.inf:
             raise ModelRejected(f"{where}: the rotary embeddings' base must be at least 1 and finite, not {theta}")
-    # The kernels use the reciprocal of its root as an f32, which must be neither 0 nor infinite.
+    # The kernels use the reciprocal of the divisor's root as an f32, which must be neither 0 nor infinite.
     if config.score_divisor is not None and not 1 <= config.score_divisor <= MAX_SIZE:
         raise ModelRejected(f"{where}: query_pre_attn_scalar must be 1 to {MAX_SIZE}, not {config.score_divisor}")
-    # The kernels add it as an f32. If that were 0, a row of zeros would be divided by zero.
+    # The kernels add the epsilon as an f32. If it were 0, a row of zeros would be divided by zero.
     if not MIN_NORM_EPSILON <= config.norm_epsilon < 1:
         raise ModelRejected(
             f"{where}: the norms' epsilon (rms_norm_eps; in GGUF attention.layer_norm_rms_epsilon) must be at least"
@@ -286,7 +287,7 @@ def check_config(config: ModelConfig, where: str) -> None:
 def check_positions(config: ModelConfig, positions: int) -> None:
     """Raise InvalidRequest if sequences may have more positions than the model was made for.
 
-    Beyond that number, a model was not trained and would emit noise without any error.
+    A model was not trained beyond that number, and would emit noise without any error.
     """
     if positions > config.context:
         raise InvalidRequest(

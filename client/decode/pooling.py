@@ -1,7 +1,7 @@
 """Computes a text's vector from its rows after the model's last norm.
 
 Rows come in ascending order, however the prompt was divided into steps, and each is added separately. So a text's
-vector has the same bits whatever else is in the batch, like its tokens.
+vector, like its tokens, has the same bits whatever else is in the batch.
 """
 
 from enum import StrEnum
@@ -30,7 +30,7 @@ class PooledRows:
         self._total = np.zeros(width)
 
     def add(self, position: int, rows: NDArray[np.float32]) -> None:
-        """Add rows from `position` on, except for rows that an earlier attempt has added."""
+        """Add the rows from `position` on, except rows that an earlier attempt has added."""
         for row in rows[max(0, self.count - position) :]:
             if self.pooling is Pooling.MEAN:
                 self._total += row
@@ -39,7 +39,7 @@ class PooledRows:
         self.count = max(self.count, position + len(rows))
 
     def vector(self) -> NDArray[np.float32]:
-        """Return the vector, scaled to a length of 1; zeros stay zeros. So a mean need not be divided by the count."""
+        """Return the vector, scaled to a length of 1, so a mean need not be divided by the count. Zeros stay zeros."""
         length = np.sqrt(np.square(self._total).sum())
         return (self._total / length if length else self._total).astype(np.float32)
 

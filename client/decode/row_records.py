@@ -1,4 +1,4 @@
-"""Records that a step's kernels read and write: one of 64 bytes for each row, one of 16 bytes for each result."""
+"""Records that a step's kernels read and write: 64 bytes for each row, 16 bytes for each result."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -56,8 +56,8 @@ GUIDE: Final = np.dtype(
 """The fields of a row of a guided step, in addition to its ROW."""
 
 ENTRY: Final = np.dtype([("token", "<i4"), ("addend", "<f4"), ("divisor", "<f4"), ("subtrahend", "<f4")])
-"""A change of one token's logit: the addend is added; the sum is divided by the divisor if the sum is above 0, and
-otherwise multiplied by it; then the subtrahend is subtracted."""
+"""A change of one token's logit: the addend is added; a sum above 0 is divided by the divisor, and any other sum is
+multiplied by it; then the subtrahend is subtracted."""
 
 RANKED: Final = np.dtype([("token", "<i4"), ("logit", "<f4")])
 """One of a row's likeliest tokens, and its logit."""
@@ -79,7 +79,7 @@ Results: TypeAlias = NDArray[np.void]
 def bytes_of(records: Rows) -> Rows:
     """Return a view of records as bytes without fields.
 
-    numpy copies records field by field, but such a view at once: 1,024 rows in 2 us instead of 35.
+    numpy copies records field by field, but such a view as a whole: 1,024 rows in 2 us instead of 35.
     """
     return records.view(_bytes(records.itemsize))
 
@@ -91,7 +91,7 @@ def _bytes(count: int) -> "np.dtype[np.void]":
 
 @dataclass(frozen=True, slots=True)
 class StepGuidance:
-    """The data that a guided step has in addition to its rows.
+    """A guided step's data, in addition to its rows.
 
     Attributes:
         guides: GUIDE records, one for each row.
@@ -107,13 +107,13 @@ class StepGuidance:
 def log_probabilities(results: Results, logits: "NDArray[np.float32] | None" = None) -> "NDArray[np.float64]":
     """Return the natural logarithm of each result's probability, at temperature 1.
 
-    `logits` [results, n] are other logits of the same rows: then theirs are returned, in the same shape.
+    If other logits of the same rows are given as `logits` [results, n], theirs are returned, in the same shape.
     """
     if logits is not None:
         tops, totals = results["top_logit"][:, None], results["total"][:, None]
         others: NDArray[np.float64] = logits.astype(np.float64) - tops - np.log(totals.astype(np.float64))
         return others
-    # log(e^(logit - top) / total). In f64, as f32 would lose digits where the difference is large.
+    # log(e^(logit - top) / total). Computed in f64, because f32 would lose digits where the difference is large.
     log_probs: NDArray[np.float64] = (
         results["logit"].astype(np.float64) - results["top_logit"] - np.log(results["total"].astype(np.float64))
     )

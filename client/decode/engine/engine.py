@@ -1,4 +1,4 @@
-"""The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
+"""The decode engine: a model on a lease. One step computes rows of many tenants' sequences in one pass.
 
 A step is one graph launch that names the regions of its rows' tenants. It begins only if all of these regions are
 valid. Two steps may be in progress, so that the host plans the next one while the card computes. If the host does not
@@ -58,30 +58,31 @@ from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
 """Maximum number of steps in flight: one is being computed, one waits. With a worker on another host the maximum is 1:
-without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after it.
+without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after the
+graph.
 """
 
 MAX_REGION_SETS: Final = 256
 """Maximum number of region sets that the engine caches, one for each combination of tenants in a step. The oldest set
-is dropped, and made again if it is needed. A worker has room for more."""
+is dropped, and made again when needed. A worker has room for more."""
 
 COPY_BYTES: Final = 8 << 20
-"""Size of one copy of blocks, in bytes. A step waits for one such copy at most, 0.2 ms on a card's bus."""
+"""Size of one copy of blocks, in bytes. A step waits for at most one such copy, 0.2 ms on a card's bus."""
 
 MAX_COPY_TRIES: Final = 100
-"""Maximum number of tries to copy blocks. A try fails only if a region ended during it, so this many failures mean that
+"""Maximum number of tries to copy blocks. A try fails only if a region ended meanwhile, so this many failures mean that
 regions end continually."""
 
 
 SPARE_BYTES: Final = 64 << 20
-"""Memory of the lease for bytes that `lease_bytes` does not compute: the kernels' code, and the scratch memory of
-regions that have ended."""
+"""Memory of the lease for what `lease_bytes` does not compute: the kernels' code, and the scratch memory of regions
+that have ended."""
 
 UNSET: Final = np.array((0, 0.0, 0.0, 1.0), RESULT)
-"""The result of a row without logits: a record from which the logarithm of the probability can be computed."""
+"""The result of a row without logits: a record from which the logarithm of a probability can still be computed."""
 
 REGION_GRANULE_BYTES: Final = 2 << 20
-"""On a card, a region's size is a multiple of this."""
+"""On a card, a region's size is a multiple of this many bytes."""
 
 
 def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
@@ -91,7 +92,7 @@ def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int]
     for more positions than the model's context.
     """
     check_positions(checkpoint.config, limits.positions)
-    # The lease holds the weights, a step's buffers and every tenant's region, rounded up as the daemon rounds them.
+    # The lease holds the weights, a step's buffers and every region, rounded up as by the daemon.
     granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
     weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
     buffers = sum(buffer_sizes(checkpoint.config, limits).values())
@@ -120,7 +121,7 @@ class _RowOrder:
     Attributes:
         results: The number of rows with results.
         rows: The caller's row at each index of this order.
-        indexes: The index in this order of each of the caller's rows.
+        indexes: For each of the caller's rows, its index in this order.
     """
 
     results: int
@@ -129,7 +130,7 @@ class _RowOrder:
 
     @classmethod
     def of(cls, chosen: "NDArray[np.intp]", count: int) -> Self:
-        """Return the order of `count` rows if the rows `chosen` have results."""
+        """Return the order of `count` rows of which the rows `chosen` have results."""
         # The others keep their order, so that adjacent rows of a prompt stay adjacent.
         rows = np.concatenate([chosen, np.delete(np.arange(count), chosen)])
         return cls(len(chosen), rows, np.argsort(rows))
@@ -145,13 +146,13 @@ class _Step:
 
     @property
     def results(self) -> int:
-        """The number of rows with results: all rows, if they are in the caller's order."""
+        """The number of rows with results: all rows, if there is no other order than the caller's."""
         return self.rows if self.order is None else self.order.results
 
 
 @dataclass(slots=True)
 class _GuideArrays:
-    """Arrays in the arena that a guided step's copies read and write. Each of the two steps in flight has its own."""
+    """Arrays in the arena that a guided step's copies read and write. Each of the two steps in flight has a set."""
 
     guides: Rows
     entries: Rows
@@ -163,10 +164,10 @@ class DecodeEngine:
     """A model on a lease, opened by `await DecodeEngine.open(...)`. `close` ends its session, but not the lease.
 
     Attributes:
-        lease: The lease that it is on.
+        lease: The engine's lease.
         session: The engine's session.
-        limits: Number of rows, sequences and positions that it has room for.
-        max_steps: Number of steps that may be in progress: MAX_STEPS, or 1 in a session without shared memory.
+        limits: Numbers of rows, sequences and positions for which it has room.
+        max_steps: Maximum number of steps in progress: MAX_STEPS, or 1 in a session without shared memory.
         ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
             if that step had no guidance.
         normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
@@ -195,10 +196,10 @@ class DecodeEngine:
         self._rows: list[Rows] = []
         self._results: list[Results] = []
         self._steps: deque[_Step] = deque()
-        # The order of the step that was started last: the next step's rows take tokens from its rows.
+        # The row order of the step that was started last. The next step's rows take tokens from its rows.
         self._order: _RowOrder | None = None
         self._next = 1
-        # The refusal of the earliest step that did not begin, until `finish` reports it. Then the number of refusals so
+        # The refusal of the earliest step that did not begin, until `finish` reports it; and the number of refusals so
         # far.
         self._refused: RegionFailed | None = None
         self._refusals = 0
@@ -213,17 +214,17 @@ class DecodeEngine:
         packed: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Open a session on the lease, load the model and the kernels, record a graph for each number of rows.
+        """Open a session on the lease, load the model and the kernels, and record a graph for each number of rows.
 
         Args:
             lease: The lease; the caller renews and frees it.
             checkpoint: The model (`open_model`).
-            limits: Number of rows, sequences and positions to make room for.
+            limits: Numbers of rows, sequences and positions to make room for.
             packed: Whether quantised weights stay packed if kernels can read them packed.
             progress: Called with the number of bytes loaded so far and the total number.
 
-        Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the errors of
-        the lease's end. In all of these cases nothing stays open.
+        Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the error that
+        ended the lease. After an error nothing stays open.
         """
         check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:
@@ -267,12 +268,12 @@ class DecodeEngine:
                 session.empty((rows, MAX_RANKS), RANKED),
             )
             self._guide_arrays.append(arrays)
-            # A sequence has a row in its first step, so a step has no more new sequences than rows.
+            # Each new sequence has a row, so a step has no more new sequences than rows.
             prefix_rows = min(rows, self.limits.tables)
             self._prefix_arrays.append(session.empty((prefix_rows, self.limits.table_blocks), np.int32))
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
-            # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps don't run
-            # the other kinds' kernels.
+            # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps do not run
+            # kernels of the other kinds.
             for bucket in self._buckets:
                 for kind in forward.kinds(bucket):
                     async with session.record() as graph:
@@ -309,14 +310,14 @@ class DecodeEngine:
 
     async def close_pool(self, pool: BlockPool) -> None:
         """End a pool's region and release its addresses. No step in flight may name it."""
-        # Cached sets that name the region can't be launched any more.
+        # Cached sets that name the region can no longer be launched.
         for pools in [pools for pools in self._sets if pool in pools]:
             del self._sets[pools]
         for _ in range(MAX_COPY_TRIES):
             try:
                 await pool.region.close()
             except RegionFailed as error:
-                # This may be the refusal of an earlier step and not of this request. `finish` reports it later, so try
+                # This may be the refusal of an earlier step, not of this request. `finish` will report it, so try
                 # again.
                 if not self._keep_refusal(error):
                     raise
@@ -327,8 +328,8 @@ class DecodeEngine:
         """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
 
         Steps that name other pools may continue, but no step in flight may name this one. Raises RegionFailed if the
-        pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools keep ending meanwhile,
-        and the errors of a session's end.
+        pool ended, RequestRejected for a block outside the pool, EngineDecodeFailed if other pools keep ending
+        meanwhile, or the error that ended the session.
         """
         # The array need not be initialised: every byte is overwritten, or an error is raised.
         contents = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
@@ -363,7 +364,7 @@ class DecodeEngine:
     ) -> None:
         """Copy blocks, one run of adjacent blocks after another.
 
-        After it has refused a step, the worker skips requests without replies until it has reported the refusal. So if
+        After the worker has refused a step, it skips requests without replies until it has reported the refusal. So if
         a refusal is reported during the copy, all blocks are copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
@@ -389,9 +390,9 @@ class DecodeEngine:
         raise EngineDecodeFailed(f"Blocks could not be copied in {MAX_COPY_TRIES} tries: regions ended in each")
 
     async def fill_pool(self, pool: BlockPool, tokens: Sequence[int]) -> None:
-        """Compute the keys and values of these tokens at a sequence's first positions, in the pool's blocks in order.
+        """Compute these tokens' keys and values at a sequence's first positions, into the pool's blocks in order.
 
-        No step may be in flight, and no sequence may have the first row of the block tables. Raises RequestRejected for
+        No step may be in flight, and no sequence may use the first row of the block tables. Raises RequestRejected for
         more tokens than the pool's blocks or a sequence have room for, and the errors of `start` and `finish`.
         """
         max_tokens = min(pool.blocks * PAGE, self.limits.positions)
@@ -424,22 +425,22 @@ class DecodeEngine:
         chosen: "NDArray[np.intp] | None" = None,
         is_pooled: bool = False,
     ) -> int:
-        """Start a step after those in progress, without waiting for it. Returns its number.
+        """Start a step after the steps in progress, without waiting for it. Returns its number.
 
         Args:
-            rows: ROW records, `limits.max_rows` at most. `source` must be a row of the step before that has a result.
+            rows: ROW records, `limits.max_rows` at most. `source` must be a row of the previous step that has a result.
             pools: The pools of the rows' sequences.
-            guidance: Changes which tokens are chosen, or asks for reports of more tokens. It does not affect rows
-                without a guide.
-            prefixes: For each sequence that begins after blocks which earlier steps have computed: its row of the block
+            guidance: Changes which tokens are chosen, or asks for reports of more tokens. Rows without a guide are not
+                affected.
+            prefixes: For each sequence that begins after blocks that earlier steps computed: its row of the block
                 tables, and the first entries of that row. The step itself only adds the entries of its rows' positions.
             chosen: The rows that must have results; None: all rows. Other rows' results may be unset, which saves time.
                 With guidance, all rows have results.
             is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
-        NoModelLoaded after `close`, and the errors of a session's end. In all of these cases this step is not in
-        flight; earlier steps still are.
+        NoModelLoaded after `close`, or the error that ended the session. After an error this step is not in flight, but
+        earlier steps still are.
         """
         count, max_rows = len(rows), self.forward.limits.max_rows
         if not 0 < count <= max_rows:
@@ -460,7 +461,7 @@ class DecodeEngine:
         # Pad with rows that compute nothing, up to the bucket: a graph has a constant number of rows.
         bytes_of(rows_in[:count])[:] = bytes_of(rows if order is None else rows.take(order.rows))
         if self._order is not None:
-            # The step before has its rows in a different order.
+            # The previous step has its rows in a different order.
             sources = rows_in["source"][:count]
             has_source = sources >= 0
             sources[has_source] = self._order.indexes[sources[has_source]]
@@ -471,7 +472,7 @@ class DecodeEngine:
             self._check_guidance(guidance, count)
         if prefixes:
             self._check_prefixes(prefixes)
-        # Append the step before launching it, because a copy of blocks in another task may receive its refusal.
+        # Append the step first and launch it then, because a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
         try:
             region_set = await self._region_set(frozenset(pools))
@@ -485,11 +486,11 @@ class DecodeEngine:
                 await self._send(guidance, parity, count, bucket)
             if prefixes:
                 await self._write_tables(prefixes, parity)
-            # If the launch is refused, the error contains `position`, which identifies the step.
+            # If the launch is refused, the error's `position` identifies the step.
             graph = self._graphs[bucket, parity, kind]
             await graph.launch(stream=stream, regions=region_set, position=number)
             if is_pooled and self.session.shares_memory:
-                # Read the rows before the next step, which writes the same buffer.
+                # Read the rows before the next step writes the same buffer.
                 await self._read_normed(parity, count)
         except BaseException as error:
             # The step did not start. This error may be the refusal of the previous step: then `_keep_refusal` keeps it
@@ -523,7 +524,7 @@ class DecodeEngine:
     async def _write_tables(self, prefixes: Sequence[tuple[int, Sequence[int]]], parity: int) -> None:
         """Write block tables on the step's stream: after the previous step, and before the launch.
 
-        The previous step may still have a row of the table's former sequence, which is discarded.
+        The previous step may still have a row of the table's former sequence. Its result is discarded.
         """
         array, forward, entry_bytes = self._prefix_arrays[parity], self.forward, np.dtype(np.int32).itemsize
         for place, (table, blocks) in enumerate(prefixes):
@@ -554,8 +555,8 @@ class DecodeEngine:
         """Wait for the oldest step in flight. Returns RESULT records, one for each of its rows.
 
         Results of rows that were not `chosen` are unset. Raises RegionFailed with the `lease_id` of the pool that
-        ended, or an error of a session's end: then neither this step nor those after it began, and none is in flight
-        any more. Raises RequestRejected if no step is in progress.
+        ended, or the error that ended the session: then neither this step nor a later one began, and none is in flight.
+        Raises RequestRejected if no step is in progress.
         """
         if not self._steps:
             raise RequestRejected("No step is in progress", "Call `start` first")
@@ -563,7 +564,7 @@ class DecodeEngine:
         parity = step.number % self.max_steps
         try:
             await self._wait(parity)
-            # Raise only the refusal of this step or an earlier one, not one of the next step.
+            # Raise only the refusal of this step or an earlier one, not the next step's.
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
             if not self.session.shares_memory:
@@ -573,7 +574,7 @@ class DecodeEngine:
             self._refused = None
             raise
         self._steps.popleft()
-        # Make copies, because the step after the next one writes the same arrays.
+        # Make copies, because the step after the next writes the same arrays.
         self.ranked = _copy_of(self._guide_arrays[parity].ranked[: step.rows]) if step.is_guided else None
         self.normed = None
         if step.is_pooled:
@@ -582,7 +583,7 @@ class DecodeEngine:
         results = self._results[parity][: step.results]
         if step.order is None:
             return _copy_of(results)
-        # Put the results back into the caller's order. Every other row gets UNSET, the record after the results.
+        # Put the results back into the caller's order. All other rows get UNSET, the record after the results.
         return np.append(results, UNSET).take(np.minimum(step.order.indexes, len(results)))
 
     async def _fetch(self, parity: int, step: _Step) -> None:
@@ -618,7 +619,7 @@ class DecodeEngine:
     def _keep_refusal(self, error: RegionFailed) -> bool:
         """Keep a step's refusal until `finish` reports it. Returns False if the error is not about a step in flight.
 
-        If two steps are refused, the refusal of the earlier one is kept: `finish` drops all later steps with it.
+        If two steps are refused, the earlier one's refusal is kept: `finish` drops all later steps with it.
         """
         self._refusals += 1
         number = error.position
@@ -632,7 +633,7 @@ class DecodeEngine:
     async def logits(self, rows: int) -> "NDArray[np.float32]":
         """Read the logits [rows, vocabulary] of the last step.
 
-        `rows` is its number of rows, all of which must have results.
+        `rows` is the step's number of rows, all of which must have results.
 
         No step may be in progress.
         """
@@ -642,14 +643,15 @@ class DecodeEngine:
         splits, _ = parts_of(vocabulary, forward.weights.config.width)
         parts = np.empty((splits, bucket, vocabulary), np.float32)
         await self.session.mem_read(forward.logits, 0, parts.nbytes, into=parts)
-        # Add in ascending order, like the kernels, so that these are the logits by which the token was chosen.
+        # Add the parts in ascending order, like the kernels, so that these are the logits by which the token was
+        # chosen.
         total = parts[0, :rows]
         for part in parts[1:]:
             total += part[:rows]
         return total
 
     async def close(self) -> None:
-        """End the engine's session, with the model in it, but not the lease."""
+        """End the engine's session, and with it the model, but not the lease."""
         if self._forward is not None:
             self._forward = None
             self._steps.clear()
@@ -667,7 +669,7 @@ class DecodeEngine:
     ) -> StepKind:
         kind, with_prompts = StepKind(guidance is not None), StepKind(guidance is not None, has_prompts=True)
         cut = StepKind(guidance is not None, has_prompts=True, is_cut=True)
-        # Only large buckets have kernels for prompts of any length. Steps with prompts have `chosen`, so don't search
+        # Only large buckets have kernels for prompts of any length. Steps with prompts have `chosen`, so do not search
         # small steps without it.
         is_large = (bucket, 0, with_prompts) in self._graphs
         may_be_cut = (is_large or chosen is not None) and (bucket, 0, cut) in self._graphs
@@ -675,7 +677,8 @@ class DecodeEngine:
             return kind
         tables = rows["table"]
         begins = tables[1:] != tables[:-1]
-        # Small steps have attention in parts already, so cut them only if their rows share the blocks that they read.
+        # Small steps already compute attention in parts, so cut them only if their rows share the blocks that they
+        # read.
         least_shared = 1 if is_large else LEAST_SHARED
         if may_be_cut and self._uneven.are_in(rows["position"], begins, least_shared):
             return cut
@@ -690,7 +693,7 @@ class DecodeEngine:
         return self._buckets[bisect_left(self._buckets, rows)]
 
     async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
-        # Steps of the same tenants name the same set, so usually it exists already.
+        # Steps of the same tenants name the same set, so it usually exists already.
         region_set = self._sets.get(pools)
         if region_set is None:
             if len(self._sets) >= MAX_REGION_SETS:
@@ -704,7 +707,7 @@ def _copy_of(records: Rows) -> Rows:
 
 
 def _runs(blocks: Sequence[int], max_blocks: int) -> Iterator[tuple[int, int]]:
-    """Cut blocks into runs of up to `max_blocks` adjacent ones.
+    """Cut blocks into runs of at most `max_blocks` adjacent blocks.
 
     Yields each run's first index, and the index after its last.
     """

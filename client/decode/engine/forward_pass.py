@@ -1,8 +1,8 @@
 """The forward pass of a step: its buffers, and its kernels in order, recorded once for each number of rows.
 
 R rows go through the model together. The residual h [R, width] is f32. A linear reads bf16 and writes f32 parts
-[splits, R, rows of the weight], which the next kernel adds. The number of splits is a constant of the weight's shape,
-never of R, so a row's bits are the same in every step (kernels/triton_source.py).
+[splits, R, rows of the weight], which the next kernel adds. The number of splits depends only on the weight's shape,
+never on R, so a row's bits are the same in every step (kernels/triton_source.py).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RA
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
-"""Sums are split as long as the launch then has at most this many programs of 64 columns: two for each of an H100's
+"""Sums are split further while the launch then has at most this many programs of 64 columns: two for each of an H100's
 132 multiprocessors."""
 
 MAX_SPLITS: Final = 8
@@ -37,15 +37,15 @@ LEAST_CHUNK: Final = 384
 sum saves."""
 
 CHUNK_STEP: Final = 256
-"""The number of columns of a part is a multiple of this, and so of Q4_K's block and of every tile's depth."""
+"""A part's number of columns is a multiple of this, and so of Q4_K's block and of every tile's depth."""
 
 BUCKET_STEP: Final = 128
-"""Difference in rows between the buckets of large steps. The largest tiles have this many rows, so fewer rows would
-take the same time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8,
+"""Difference in rows between the buckets of large steps. The largest tiles have this many rows, so a smaller difference
+would save no time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8,
 4.0, 4.8 ms.)"""
 
 HEAD_ROWS: Final = (64, 256)
-"""Numbers of rows for which steps with prompts compute the head, if no more rows need logits. 64 is for steps in which
+"""Numbers of rows for which steps with prompts compute the head, if not more rows need logits. 64 is for steps in which
 few sequences decode: with so few rows, reading the head's weights takes longer than multiplying by them. 256 is for
 steps in which many sequences decode. Each number needs one more graph for every larger bucket."""
 
@@ -56,7 +56,8 @@ for each launch, in pages of 2 MiB.)"""
 MAX_RECORDED_LAUNCHES: Final = 11_000
 """Maximum number of launches in one set of a model's graphs; each of the two steps in flight has such a set. With this
 limit both sets fit into the 176 MiB that a worker may use on an NVIDIA card in addition to its lease. A model that
-would exceed it has no graphs for HEAD_ROWS, and if that is not enough, a larger lease (`excess_launches`)."""
+would exceed the limit has no graphs for HEAD_ROWS, and if that is not enough, it needs a larger lease
+(`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Maximum number of programs of a launch that computes attention in parts, before it is rounded up to a multiple of
@@ -73,22 +74,22 @@ LEAST_SHARED: Final = 1.5
 """A step of few rows is cut into spans only if the positions of its rows add up to at least this many times those of
 its tiles.
 
-Otherwise each row reads its sequence in parts, which takes less time than a tile of one row. (H200, Llama-3.2-1B's
-shape, 32,000 positions: in parts, 0.29 ms for each row; in tiles, 0.28 ms for each tile, plus 0.07 ms for each row.)"""
+Otherwise each row reads its sequence in parts, which is faster than a tile of one row. (H200, Llama-3.2-1B's shape,
+32,000 positions: in parts, 0.29 ms for each row; in tiles, 0.28 ms for each tile, plus 0.07 ms for each row.)"""
 
 WHOLE_SPLITS: Final = 16
 """Maximum number of splits of a tile that is not cut into spans. Computing this many in one program takes little longer
 than cutting and combining."""
 
 SPAN_SPLITS: Final = 8
-"""Number of splits of a span, unless that makes too many spans: few enough that its program takes no longer than one
-for a short sequence, many enough that the program's start and end matter little."""
+"""Number of splits of a span, unless that makes too many spans. They are so few that a span's program takes no longer
+than one for a short sequence, and so many that the program's start and end matter little."""
 
 MAX_SPANS: Final = 256
 """Maximum number of spans of a step, for all of its tiles together."""
 
 PLACED_ROWS: Final = 64
-"""Number of rows of sequences of the maximum length for which steps with spans (`cut_spans`) have room, unless
+"""Number of rows for which steps with spans (`cut_spans`) have room if their sequences have the maximum length, unless
 MAX_SPAN_PARTS allows fewer."""
 
 MAX_SPAN_PARTS: Final = 16_384
@@ -99,7 +100,8 @@ part takes 8 or 17 KB of the card's memory with 32 heads of width 64 or 128.
 LAUNCHES_PER_TURN: Final = 8
 """Maximum number of launches in one turn of the event loop. During a turn no step of another model is planned.
 
-Recording a launch takes about 30 us of Python. A turn costs about 10 us, and another model's step takes several turns.
+Recording a launch takes about 30 us of Python. A turn itself costs about 10 us, and another model's step takes several
+turns.
 """
 
 _SPAN_BYTES: Final = 8 * 4
@@ -120,9 +122,10 @@ MAX_BIASES: Final = 1024
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """Return how the sums of a linear [rows, columns] are cut: the number of parts, and the number of columns of each.
+    """Return how the sums of a linear [rows, columns] are cut: the number of parts, and each part's number of columns.
 
-    Both depend only on the weight's shape, and not on the step: the order of additions decides a result's last bits.
+    Both depend only on the weight's shape, not on the step, because the order of additions decides a result's last
+    bits.
     """
     # Double the number of parts while all programs fit on the card at once and no part gets too short.
     splits = 1
@@ -140,9 +143,9 @@ def chunk_of(columns: int, splits: int) -> int:
 
 
 def buckets_of(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows that steps are padded to, the last of which is `max_rows`.
+    """Return the numbers of rows to which steps are padded. The last one is `max_rows`.
 
-    They are powers of two up to BUCKET_STEP, and from there multiples of it.
+    They are powers of two up to BUCKET_STEP, then multiples of it.
     """
     powers = (1 << i for i in range((min(max_rows, BUCKET_STEP + 1) - 1).bit_length()))
     return (*powers, *range(2 * BUCKET_STEP, max_rows, BUCKET_STEP), max_rows)
@@ -158,8 +161,8 @@ class StepKind(NamedTuple):
 
     Attributes:
         is_guided: Whether the step also reads `guides`.
-        has_prompts: Whether adjacent rows are of one sequence.
-        head_rows: How many rows, from the first on, get logits and a token; None: all.
+        has_prompts: Whether adjacent rows may belong to one sequence.
+        head_rows: How many rows, from the first on, get logits and a token; None for all.
         is_cut: Whether the attention of long sequences is cut into spans. Then `has_prompts` is set.
     """
 
@@ -202,13 +205,13 @@ class StepLimits:
 
     @property
     def splits(self) -> int:
-        """Maximum number of parts that a sequence's attention is cut into."""
+        """Maximum number of parts into which a sequence's attention is cut."""
         return -(-self.positions // manifest().split)
 
 
 @dataclass(frozen=True, slots=True)
 class UnevenTiles:
-    """Decides for a model and its buffers whether a step's attention is cut into spans.
+    """Decides whether a step's attention is cut into spans, for a model and its buffers.
 
     Attributes:
         tile_rows: Maximum number of rows of a tile of a prompt.
@@ -232,7 +235,7 @@ class UnevenTiles:
 
         Args:
             positions: The position of each row.
-            begins: For each row but the first, whether it belongs to another sequence than the row before it.
+            begins: For each row but the first, whether it belongs to a different sequence than the previous row.
             least_shared: Minimum ratio of the rows' positions to their tiles' positions.
         """
         longest = int(positions.max())
@@ -240,7 +243,7 @@ class UnevenTiles:
             return False
         rows: NDArray[np.intp] | None = None
         read_by_rows = int(positions.sum())
-        # The last row of each tile is its longest. Without prompts, each row is a tile.
+        # The last row of each tile has the highest position. Without prompts, each row is a tile.
         if not begins.all():
             is_last = np.append(begins, True)
             is_last[self.tile_rows - 1 :: self.tile_rows] = True
@@ -280,7 +283,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     ]
     parts, gated, experts = 0, config.inner_width, dict[str, int]()
     if (moe := config.experts) is not None:
-        # Models with experts need room for the router's parts, and for a part for each of a row's experts.
+        # Models with experts need room for the router's parts, and for one part for each of a row's experts.
         linears.append((moe.count, config.width))
         parts, gated = moe.chosen * config.width, max(gated, moe.chosen * moe.width)
         chosen = rows * moe.chosen
@@ -294,8 +297,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
     # One f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _max_parts(config, limits) * heads * 4
-    # There are buffers for one step, which every layer reuses: the card runs the two steps in flight one after the
-    # other.
+    # There are buffers for one step, which every layer reuses: the card runs the two steps in flight one after another.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,
@@ -330,7 +332,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         max_candidates = ranked_blocks * manifest().kernels["scan"].constants["BLOCK_V"]
         raise RequestRejected(f"The vocabulary must have at most {max_candidates:,} tokens, not {config.vocabulary:,}")
     for name, size in sizes.items():
-        # Check here, before the lease is requested: in the kernels a larger index would wrap around.
+        # Check this before the lease is requested: in the kernels a larger index would wrap around.
         if size > MAX_BUFFER_BYTES:
             raise RequestRejected(
                 f"{limits.max_rows} rows of {limits.positions} positions need {size:,} bytes for {name} "
@@ -341,17 +343,17 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
 
 
 def excess_launches(config: ModelConfig, limits: StepLimits) -> int:
-    """Return by how many launches a model's graphs, for one of the steps in flight, exceed MAX_RECORDED_LAUNCHES."""
+    """Return by how many launches one set of a model's graphs exceeds MAX_RECORDED_LAUNCHES."""
     return max(0, _recorded_launches(config, limits, ()) - MAX_RECORDED_LAUNCHES)
 
 
 class ForwardPass:
-    """A model's kernels over a step's rows.
+    """The kernels that compute a step's rows with a model.
 
     Attributes:
         weights: The model.
         limits: The sizes for which the buffers have room.
-        target: The architecture of the card's own kernels (linear_tiles).
+        target: The architecture of the card's kernels (linear_tiles).
         library: The kernels, loaded by `prepare`.
     """
 
@@ -410,10 +412,10 @@ class ForwardPass:
 
     async def prepare(self) -> None:
         """Allocate the buffers and load the kernels. Raises AllocFailed, LoadFailed."""
-        # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
+        # Allocate the buffers before recording the kernels, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        # Each shape and number of rows has its own kernel: load all that any bucket uses, before recording graphs.
+        # Each shape and number of rows has its own kernel. Before recording graphs, load all that any bucket uses.
         for rows in buckets_of(self.limits.max_rows):
             for kind in self.kinds(rows):
                 async for launch in self._in_turns(rows, kind):
@@ -436,7 +438,7 @@ class ForwardPass:
             await self.library.launch(launch)
 
     async def _in_turns(self, rows: int, kind: StepKind) -> AsyncIterator[KernelLaunch]:
-        """Yield `launches`, and let other tasks run every LAUNCHES_PER_TURN launches.
+        """Yield `launches`, and let other tasks run after every LAUNCHES_PER_TURN launches.
 
         Recording a launch never waits, so without this other models' steps would be delayed.
         """
@@ -461,7 +463,7 @@ class ForwardPass:
                 least_splits=SPAN_SPLITS, max_spans=MAX_SPANS,
             )  # fmt: skip
         # The norm after a linear adds the linear's parts to the residual. So it needs their number (`before`), and the
-        # outer norm of their sum. The first norm adds no parts, because `embed` writes the residual itself.
+        # outer norm to apply to their sum. The first norm adds no parts, because `embed` writes the residual itself.
         before, outer = 0, None
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
@@ -477,7 +479,7 @@ class ForwardPass:
             else:
                 yield from self._experts(rows, layer, experts)
             before, outer = experts.chosen if experts else _splits(layer.down), layer.inner_outer_norm
-        # The last norm adds the last layer's output; then the head, and the choice of tokens.
+        # The last norm adds the last layer's output. Then come the head and the choice of tokens.
         yield self._normalise(rows, self.weights.norm, before, outer)
         head_rows = kind.head_rows or rows
         yield self._linear(self.weights.head, head_rows, "x", "logits")
@@ -500,7 +502,7 @@ class ForwardPass:
                 "sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks
             )
             return
-        # The row's own logits stay unchanged, because reported probabilities are computed from them.
+        # The logits stay unchanged, because reported probabilities are computed from them.
         chosen: dict[str, Value] = {
             "guided": b["guided"], "bests": b["guided_bests"], "tokens": b["guided_tokens"], "guides": b["guides"],
         }  # fmt: skip
@@ -520,7 +522,7 @@ class ForwardPass:
     def _normalise(self, rows: int, weight: Plane, before: int, outer: Plane | None) -> KernelLaunch:
         """Return the launch that adds the `before` parts of a linear to h, and writes h's norm to x.
 
-        If there is an `outer` norm, it is applied to the parts' sum before the sum is added.
+        An `outer` norm is applied to the parts' sum before the sum is added.
         """
         b, width = self._buffers, self.weights.config.width
         kind, extra_values = (
@@ -536,7 +538,7 @@ class ForwardPass:
         """Yield the launches that turn h's norm, in x, into the attention's output, also in x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
-        # Where this layer's keys and values are within a block of a region.
+        # The place of this layer's keys and values within a block of a region.
         place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
         yield self._linear(layer.qkv, rows, "x")
         # Rotate q and k, and append k and v to the rows' blocks, so that the next kernel sees the keys of all rows of
@@ -561,7 +563,7 @@ class ForwardPass:
         if window is not None:
             suffix, window_values = f"window_{width}", {"window": window}
         # Use one program per row and key head if the sequences are short or the rows many; otherwise cut each sequence,
-        # so that few rows still fill the card. All of these kernels give the same bits.
+        # so that even few rows fill the card. All of these kernels give the same bits.
         is_whole = rows > _split_rows(rows, config)
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         if kind.is_cut and window is None:
@@ -590,7 +592,7 @@ class ForwardPass:
         )
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
-        """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""
+        """Yield the launches that turn h's norm, in x, into gated values. They are fused if the sums are not cut."""
         b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
         gate = self.weights.config.gate
         if _is_fused(gate_up):
@@ -609,7 +611,7 @@ class ForwardPass:
         """Yield the launches that turn h's norm, in x, into the parts of each row's experts."""
         assert layer.router is not None
         b, width, count = self._buffers, self.weights.config.width, experts.count
-        # Rate the experts, and choose each row's.
+        # Rate the experts, and choose the experts of each row.
         yield self._linear(layer.router, rows, "x")
         yield KernelLaunch(
             "route", (rows,), experts=b["chosen"], shares=b["shares"], parts=b["parts"], rows=b["rows"],
@@ -624,7 +626,8 @@ class ForwardPass:
         yield KernelLaunch(
             "group", (count,), **inputs, experts=b["chosen"], P=pairs, E=count, T=tiles, rows_per_tile=expert_rows
         )
-        # Gate and up, then down, times the expert's share. The next norm adds a row's experts like parts of a sum.
+        # Compute gate and up, then down, times the expert's share. The next norm adds a row's experts like parts of a
+        # sum.
         gated, down = (f"{name}_{expert_rows}" for name in ("experts_silu_bf16", "experts_bf16"))
         (gate_plane,), (down_plane,) = layer.gate_up.planes, layer.down.planes
         yield KernelLaunch(
@@ -665,13 +668,13 @@ def _kinds(rows: int, config: ModelConfig, limits: StepLimits, few: Iterable[int
 def _recorded_launches(config: ModelConfig, limits: StepLimits, few: Iterable[int], gates: int | None = None) -> int:
     """Return the number of launches in one set of graphs, if steps with prompts may compute the head for `few` rows.
 
-    `gates` is the number of layers whose gate is a separate launch. If it is None, this is the maximum number of
-    launches for any layout of the weights.
+    `gates` is the number of layers whose gate is a separate launch. If it is None, the result is the maximum for any
+    layout of the weights.
     """
     full = sum(config.window(layer, limits.positions) is None for layer in range(config.layers))
     with_experts = sum(config.experts_of(layer) is not None for layer in range(config.layers))
     # In each layer the norm, qkv and its rotation, the output, the second norm, and the feed-forward part: 2, or 5 with
-    # experts. Beyond the layers the embedding, the norm and the head.
+    # experts. Outside the layers: the embedding, the norm and the head.
     gates = config.layers - with_experts if gates is None else gates
     common = 3 + 7 * config.layers + 3 * with_experts + gates
     graphs = [(rows, kind) for rows in buckets_of(limits.max_rows) for kind in _kinds(rows, config, limits, few)]
@@ -679,14 +682,14 @@ def _recorded_launches(config: ModelConfig, limits: StepLimits, few: Iterable[in
 
 
 def _cuts_spans(config: ModelConfig, limits: StepLimits) -> bool:
-    """Return whether some steps' attention may be cut into spans: those of many rows, and those of long prompts."""
+    """Return whether the attention of some steps, those of many rows or long prompts, may be cut into spans."""
     if limits.positions <= MIN_CUT_POSITIONS or limits.max_rows <= _split_rows(limits.max_rows, config):
         return False
     return any(config.window(layer, limits.positions) is None for layer in range(config.layers))
 
 
 def _max_parts(config: ModelConfig, limits: StepLimits) -> int:
-    """Return the number of parts of attention, one for each row and split, that a step has room for."""
+    """Return how many parts of attention, one for each row and split, a step has room for."""
     parts = _split_rows(limits.max_rows, config) * limits.splits
     if not _cuts_spans(config, limits):
         return parts
@@ -705,8 +708,8 @@ def _tile_rows(config: ModelConfig) -> int:
 
 
 def _varying_launches(config: ModelConfig, limits: StepLimits, rows: int, kind: StepKind, full: int) -> int:
-    """Return how many launches a step has for attention, spans and tokens, if `full` layers see all positions."""
-    # Attention in one launch or, if it is cut, in two; with spans in three, in layers without a window.
+    """Return a step's number of launches for attention, spans and tokens, if `full` layers see all positions."""
+    # Attention takes one launch or, if it is cut, two; with spans three, in layers without a window.
     attention = 1 if limits.splits == 1 or rows > _split_rows(rows, config) else 2
     more = 1 + (3 - attention) * full if kind.is_cut else 0
     return config.layers * attention + more + (4 if kind.is_guided else 2)
@@ -726,13 +729,13 @@ def _expert_tile_rows() -> list[int]:
 
 
 def _rows_per_expert_tile(experts: Experts, rows: int) -> int:
-    """Return the number of rows of a step's tiles: the smallest that an expert's average number of rows fits into."""
+    """Return the rows of a step's tiles: the smallest number into which an expert's average number of rows fits."""
     sizes = _expert_tile_rows()
     return next((size for size in sizes if size * experts.count >= rows * experts.chosen), sizes[-1])
 
 
 def _expert_tiles(experts: Experts, rows: int, expert_rows: int) -> int:
-    """Return how many tiles of `expert_rows` rows `rows` rows need at most, whichever experts they choose."""
+    """Return the most tiles of `expert_rows` rows that `rows` rows can need, whichever experts they choose."""
     pairs = rows * experts.chosen
     # Each expert that any row has chosen may have one tile that is not full.
     return pairs // expert_rows + min(experts.count, pairs)
@@ -752,16 +755,16 @@ def _norm_name(kind: str, config: ModelConfig) -> str:
 
 
 def _splits(linear: Linear) -> int:
-    """Return the number of parts that a linear's sums are cut into."""
+    """Return the number of parts into which a linear's sums are cut."""
     return parts_of(linear.rows, linear.columns)[0]
 
 
 def _is_fused(gate_up: Linear) -> bool:
     """Whether a gate is applied to the sums of its linear before they are written."""
-    # Without parts, they are final.
+    # Sums that are not cut into parts are final.
     return gate_up.layout is Layout.BF16 and _splits(gate_up) == 1
 
 
 def _planes(facts: ManifestKernel) -> tuple[str, ...]:
-    """Return the names of the kernel parameters that are a linear's weights: those between x and R."""
+    """Return the names of the kernel parameters that are a linear's weights, between x and R."""
     return facts.parameters[2 : facts.parameters.index("R")]

@@ -32,12 +32,12 @@ class ManifestKernel:
 
     Attributes:
         kernel: Its name in the PTX.
-        target: Architecture that it is compiled for: `sm_80`, which later cards also run, or `sm_90a`, which only cards
-            of compute capability 9.0 run.
+        target: Architecture for which it is compiled: `sm_80`, which later cards also run, or `sm_90a`, which only
+            cards of compute capability 9.0 run.
         threads: Number of threads of a block.
         shared_bytes: Bytes of dynamic shared memory.
         parameters: Names of its parameters, in order.
-        constants: Constants that it was compiled with, including its tile's sizes.
+        constants: Constants with which it was compiled, including its tile's sizes.
     """
 
     kernel: str
@@ -50,7 +50,7 @@ class ManifestKernel:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Settings that the kernels were compiled with.
+    """The settings with which the kernels were compiled.
 
     Attributes:
         split: Number of positions in one part of a sequence's attention.
@@ -65,7 +65,7 @@ class Manifest:
 
 @cache
 def manifest() -> Manifest:
-    """Return the package's manifest, which `build` wrote. It is read once per process."""
+    """Return the package's manifest, which `build` wrote. Reads the file once per process."""
     # The manifest lists a kernel's parameters in order, so launches can name them instead of counting positions.
     document = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
@@ -84,7 +84,7 @@ def manifest() -> Manifest:
 
 @cache
 def kernels_sha256() -> str:
-    """Return the SHA-256 of the manifest and all PTX, on which the bits of results depend."""
+    """Return the SHA-256 of the manifest and all PTX: the bits of results depend on these."""
     digest = hashlib.sha256()
     names = sorted(f"{name}.ptx" for name in manifest().kernels)
     # Hash the files' digests in the order of their names.
@@ -98,7 +98,7 @@ Value = Buffer | Plane | int | float | None
 
 
 class KernelLaunch:
-    """A launch of a kernel, not bound to a session yet.
+    """A launch of a kernel, not yet bound to a session.
 
     Attributes:
         name: The kernel's name in the manifest.
@@ -121,8 +121,8 @@ def early_image(name: str) -> bytes:
     """Return the PTX of one of the package's kernels, as `starting_early` changes it."""
     parameters = manifest().kernels[name].parameters
     unwritten = frozenset(place for place, parameter in enumerate(parameters) if parameter in _UNWRITTEN)
-    # A linear permits the next launch once it has read its weights. Other kernels take so little of the card that the
-    # next launch fits next to them.
+    # A linear permits the next launch when it has read its weights. Other kernels use so little of the card that the
+    # next launch fits beside them.
     return starting_early(image(name), unwritten, permits_first="w" not in parameters)
 
 
@@ -130,7 +130,7 @@ class KernelLibrary:
     """The loaded kernels of one session. The modules stay loaded until the session ends."""
 
     def __init__(self, session: GpuSession, *, starts_early: bool = False) -> None:
-        """Prepare to load kernels; with `starts_early` as `early_image` returns them."""
+        """Prepare to load kernels; with `starts_early`, the kernels of `early_image`."""
         self._session = session
         self._starts_early = starts_early
         self._modules: dict[str, Module] = {}
@@ -139,7 +139,7 @@ class KernelLibrary:
         """Load the kernels that are not loaded yet. Raises LoadFailed."""
         for name in names:
             if name not in self._modules:
-                # Loading compiles PTX for the card, which takes time; so each module is loaded once and kept.
+                # Loading compiles PTX for the card, which takes time, so load each module once and keep it.
                 ptx = early_image(name) if self._starts_early else image(name)
                 self._modules[name] = await self._session.module_load(ptx)
 

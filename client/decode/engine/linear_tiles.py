@@ -1,6 +1,6 @@
 """Chooses the tile that computes a linear layer, by the step's rows, the weight's shape and the card.
 
-The choice changes a step's time, but never its results' bits (kernels/triton_source.py). The rules are those that were
+The choice changes a step's time, but never the bits of its results (kernels/triton_source.py). The rules are the
 fastest on an H200.
 """
 
@@ -11,22 +11,22 @@ from typing import Final
 from gpulease.client.decode.engine.kernel_library import manifest
 
 SM_80: Final = "sm_80"
-"""Architecture of the kernels that every later card and the embedded driver run."""
+"""Architecture of the kernels that every later card and the embedded driver can run."""
 
 SM_90A: Final = "sm_90a"
-"""Architecture of the kernels that only cards of compute capability 9.0 run (PTX ISA, `.target`)."""
+"""Architecture of the kernels that only cards of compute capability 9.0 can run (PTX ISA, `.target`)."""
 
 ENOUGH_PROGRAMS: Final = 96
-"""Minimum number of programs that a launch must have for the larger of two tiles to be chosen. With fewer, too many of
-132 multiprocessors would be idle."""
+"""Minimum number of programs of a launch for which the larger of two tiles is chosen. With fewer, too many of 132
+multiprocessors would be idle."""
 
 ENOUGH_WAITING_PROGRAMS: Final = 200
-"""Like ENOUGH_PROGRAMS, for 64 rows or fewer. The programs then wait for memory, so each multiprocessor needs more than
-one."""
+"""Like ENOUGH_PROGRAMS, for 64 rows or fewer. The programs then wait for memory, so each multiprocessor needs
+several."""
 
 
 MULTIPROCESSORS: Final = 132
-"""Multiprocessors of an H100 or H200, each of which runs one program of a linear whose programs take turns."""
+"""Multiprocessors of an H100 or H200. Each runs one program of a linear whose programs take turns."""
 
 IN_TURNS: Final = "_in_turns"
 """Suffix of functions whose programs take turns: each computes several tiles. Their results have the same bits."""
@@ -38,7 +38,7 @@ many at once.
 
 
 def target_of(driver: str, compute_capability: int) -> str:
-    """Return the architecture whose kernels a session runs; the embedded driver has no wgmma."""
+    """Return the architecture of a session's kernels. The embedded driver has no wgmma."""
     return SM_90A if driver == "cuda" and compute_capability == 90 else SM_80
 
 
@@ -51,11 +51,12 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
         target: The card's architecture, SM_80 or SM_90A.
         rows: Rows of the step.
         columns: Columns of the result.
-        parts: Number of parts that its sums are cut into.
+        parts: Number of parts into which the result's sums are cut.
     """
     smallest, *others = tiles_of(function, SM_80)
     target_tiles = tiles_of(function, target) if target != SM_80 else []
-    # For few rows, or if the card's architecture has no tiles, use the smallest tile that has room for all rows.
+    # For few rows, or if the card's architecture has no tiles of its own, use the smallest tile that has room for all
+    # rows.
     if rows <= _rows(smallest) or not target_tiles:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
     # Otherwise choose among the tiles for the card's architecture, in ascending size.
@@ -64,11 +65,11 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     if rows <= _rows(small):
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
     in_turns = tiles_of(function + IN_TURNS, target) if columns % VECTOR == 0 else []
-    # Parts of a sum are short: their programs gain only if one tile's end overlaps with the beginning of the next.
+    # Parts of a sum are short: their programs gain only if the end of one tile overlaps with the beginning of the next.
     least = ENOUGH_PROGRAMS if parts == 1 else MULTIPROCESSORS + 1
     if in_turns and _programs(in_turns[-1], rows, columns) * parts >= least:
-        # In these kernels some warps copy while others multiply. If there are more tiles than can run at once and the
-        # last turn would have few, smaller tiles can be faster.
+        # In these kernels some warps copy while others multiply. If more tiles exist than can run at once, and the last
+        # turn would have few, smaller tiles can be faster.
         return min(reversed(in_turns), key=lambda name: _turns_columns(name, rows, columns, parts))
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 
@@ -82,7 +83,7 @@ def tiles_of(function: str, target: str) -> list[str]:
 
 
 def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
-    """Return the grid of a tile's launch. Programs that read the same weights are adjacent, so the cache serves them.
+    """The grid of a tile's launch. Programs that read the same weights are adjacent, so that they share the cache.
 
     Args:
         name: The tile's kernel.

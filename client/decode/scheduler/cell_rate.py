@@ -1,9 +1,9 @@
-"""A rate limit: a burst of permits at once, then one permit per interval."""
+"""A rate limit: several permits at once, then one permit per interval."""
 
 from typing import Final
 
 ROUNDING_S: Final = 1e-6
-"""Seconds by which a permit may be given too early, because sums of floats may fall short of the reported delay."""
+"""Seconds by which a permit may be given early, because sums of floats may fall short of the reported delay."""
 
 
 class CellRate:

@@ -1,4 +1,4 @@
-"""Decides which of a decode server's models have their memory on the card, and which requests wait. It does no I/O.
+"""Decides which of a decode server's models have their memory on the card, and which requests wait. No I/O.
 
 It turns events and the time into effects. The pool (`model_pool`) carries out the effects and reports how they ended.
 
@@ -15,8 +15,8 @@ The rules:
 3. Models get room in the order in which their first waiting requests came. No model overtakes the first one.
 4. To make room, the model that was used least recently leaves, but no model leaves within `min_stay_s` of its arrival.
    If all models that may leave are in use, the one that has been on the card for the longest time yields: its new
-   requests wait until the requests that use it have ended and it has left. So no model waits longer than another's
-   minimum stay plus its longest request.
+   requests wait until the requests that use it have ended and it has left. So no model waits longer than another
+   model's minimum stay plus that model's longest request.
 5. After a failed load, a model is loaded again only for a request that comes after `retry_at`.
 """
 
@@ -56,13 +56,13 @@ _IN_HOST: Final = frozenset({ModelState.PARKING, ModelState.PARKED, ModelState.R
 
 @dataclass(frozen=True, slots=True)
 class ModelTerms:
-    """The terms of a model on which the decisions depend.
+    """The properties of a model on which the decisions depend.
 
     Attributes:
         size_bytes: Bytes of its lease.
         is_parkable: Whether its lease can be parked.
         is_preloaded: Whether it is loaded without a request.
-        version: A value that changes whenever its other settings change, so that a reload loads the model again.
+        version: A value that changes with any other setting of the model, so that a reload loads the model again.
     """
 
     size_bytes: int
@@ -82,10 +82,9 @@ class ResidencyLimits:
 
     Attributes:
         card_bytes: Maximum memory of models on the card.
-        parked_bytes: Maximum host memory of parked models; if 0, models are unloaded and never parked.
-        min_stay_s: Seconds after its load or return during which a model stays on the card.
-        idle_s: Seconds after its last request at which an unused model is parked; None to park only when room is
-            needed.
+        parked_bytes: Maximum host memory of parked models; if 0, models are unloaded instead of parked.
+        min_stay_s: Seconds for which a model stays on the card after its load or return.
+        idle_s: Seconds after its last request when an unused model is parked; None to park only when room is needed.
         max_waiting: Maximum number of requests that wait for one model.
     """
 
@@ -171,17 +170,18 @@ class ResidentModel:
         state: The state of its memory.
         waiting: Requests that wait for it, in the order in which they came.
         in_use: Requests that use it.
-        is_wanted: Whether it is loaded without a request: it is preloaded, or a request has waited too long for it.
+        is_wanted: Whether it is loaded even without a request: it is preloaded, or a request has waited too long for
+            it.
         yields: Whether new requests wait, so that it can leave.
         since: Time at which it came onto the card, in monotonic seconds.
         used_at: Time at which it was used last, in monotonic seconds.
-        order: The place of `is_wanted` in the order of demands.
+        order: Its place in the order of demands, if it `is_wanted`.
         failures: Failed loads in a row.
         retry_at: Time from which a request may load it again.
-        reason: Why it failed; "" if it did not.
+        reason: Why it failed; "" if it did not fail.
         can_park: Whether it may be parked: parking has not failed since its load.
-        leaves_card: In `UNLOADING`: whether its memory was on the card.
-        awaits_room: Whether its load was refused for a lack of room that unloading a parked model may provide.
+        leaves_card: In state UNLOADING, whether its memory was on the card.
+        awaits_room: Whether its load was refused for lack of room, which unloading a parked model may provide.
         next_terms: Terms from a reload, which apply once it is unloaded.
         is_removed: Whether a reload removed it: it is unloaded after its last request.
         is_ended: Whether it is being unloaded because of a fault; its next state is FAILED.
@@ -209,13 +209,13 @@ class ResidentModel:
 
     @property
     def card_bytes(self) -> int:
-        """Bytes of it that are on the card, or being moved to or from it."""
+        """Its bytes that are on the card, or being moved to or from the card."""
         is_leaving = self.state is ModelState.UNLOADING and self.leaves_card
         return self.terms.size_bytes if self.state in _ON_CARD or is_leaving else 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of it that are parked, or being moved to or from the host's memory."""
+        """Its bytes that are parked, or being moved to or from the host's memory."""
         is_leaving = self.state is ModelState.UNLOADING and not self.leaves_card
         return self.terms.size_bytes if self.state in _IN_HOST or is_leaving else 0
 
@@ -231,7 +231,7 @@ class ResidentModel:
 
 
 class ModelResidency:
-    """The decisions. Each event returns the effects to carry out, in their order.
+    """The decisions. Each event returns the effects to carry out, in order.
 
     Attributes:
         models: The models by name. Only this class changes them.
@@ -250,7 +250,7 @@ class ModelResidency:
 
     @property
     def card_bytes(self) -> int:
-        """Bytes of models that are on the card, or being moved to or from it."""
+        """Bytes of models that are on the card, or being moved to or from the card."""
         return sum(model.card_bytes for model in self.models.values())
 
     @property
@@ -267,7 +267,7 @@ class ModelResidency:
             ticket: Its number, used once.
             model: The model's name.
             now: Monotonic seconds.
-            deadline_s: The time at which it is refused if it still waits, in seconds of the same clock as `now`.
+            deadline_s: The time at which it is refused if it still waits, by the same clock as `now`.
         """
         resident = self.models.get(model)
         if resident is None or resident.is_removed:
@@ -287,7 +287,7 @@ class ModelResidency:
         return self._advance(now)
 
     def release(self, ticket: int, now: float) -> list[Effect]:
-        """Process the end of a request, whether it used its model or waited. Ignored if the request was refused."""
+        """Process the end of a request, whether it used its model or waited. Does nothing if it was refused."""
         resident = self.models.get(self._tickets.pop(ticket, ""))
         if resident is None:
             return []
@@ -314,7 +314,7 @@ class ModelResidency:
             model: The model.
             reason: Why, for callers.
             now: Monotonic seconds.
-            is_for_room: Whether the daemon had no room: then a parked model is unloaded and the load is tried again.
+            is_for_room: Whether the daemon had no room. Then a parked model is unloaded, and the load is tried again.
         """
         resident = self.models[model]
         resident.state = ModelState.UNLOADED
@@ -322,7 +322,7 @@ class ModelResidency:
         parked = self._parked()
         if is_for_room and parked and self._is_demanded(resident):
             resident.awaits_room = True
-            # Apply a reload that came during the load; while it is pending, nothing would load the model.
+            # Apply a reload that came during the load: while it is pending, nothing would load the model.
             self._apply_next_terms(resident)
             return [self._unload(parked[0]), *self._advance(now)]
         return [*self._fail(resident, reason, now), *self._advance(now)]
@@ -351,7 +351,7 @@ class ModelResidency:
         Args:
             model: The model.
             now: Monotonic seconds.
-            is_for_good: Whether the node can park no lease at all. From then on models are unloaded instead.
+            is_for_good: Whether the node can't park any lease. From then on models are unloaded instead.
         """
         if (resident := self._in(model, ModelState.PARKING)) is not None:
             resident.state, resident.can_park = ModelState.LOADED, False
@@ -389,7 +389,7 @@ class ModelResidency:
     def engine_reopened(self, model: str, now: float) -> list[Effect]:
         """Unload a parked model that is back on the card: its lease was lost, and its decoder has opened another one.
 
-        Until it is unloaded, models may have more memory on the card than `card_bytes`.
+        Until it is unloaded, models may have more memory on the card than the limit `card_bytes`.
         """
         if (resident := self._in(model, ModelState.PARKED)) is None:
             return []
@@ -404,9 +404,9 @@ class ModelResidency:
     def change(self, models: Mapping[str, ModelTerms], now: float) -> list[Effect]:
         """Serve these models from now on.
 
-        New models are added. Models that the new list leaves out are unloaded when no request uses them any more, and
-        their waiting requests are refused. Models with other terms are loaded again, and their requests wait for that.
-        Raises ValueError for a model that is larger than the card: nothing changes then.
+        New models are added. Models that the new list leaves out are unloaded when no request uses them, and their
+        waiting requests are refused. Models with other terms are loaded again, and their requests wait for that. Raises
+        ValueError, and changes nothing, if a model is larger than the card.
         """
         self._check(models)
         effects: list[Effect] = []
@@ -444,7 +444,7 @@ class ModelResidency:
         return self._advance(now)
 
     def next_deadline_s(self, now: float) -> float | None:
-        """Return when `tick` may have something to do, in seconds; None if only another event can change anything."""
+        """Return when `tick` may have work, in monotonic seconds; None if only another event can change anything."""
         times = [waiter.deadline_s for model in self.models.values() for waiter in model.waiting]
         is_blocked = self._head() is not None
         for model in self.models.values():
@@ -484,7 +484,7 @@ class ModelResidency:
         """Bring a model onto the card, or make room for it. Returns whether it is on its way."""
         size, free = head.terms.size_bytes, self._limits.card_bytes - self.card_bytes
         if head.awaits_room:
-            # A parked model is being unloaded for this already.
+            # A parked model is already being unloaded for this.
             if any(model.state is ModelState.UNLOADING for model in self.models.values()):
                 return False
             head.awaits_room = False
@@ -517,12 +517,12 @@ class ModelResidency:
             coming += model.terms.size_bytes
             model.yields = True
             if not model.in_use:
-                # Only requests that came while it yielded are left; they wait for their turn.
+                # Only requests that came while it yielded are left, and they wait for their turn.
                 self._evict(model, effects)
         return False
 
     def _evict(self, model: ResidentModel, effects: list[Effect]) -> None:
-        """Park an unused model, or first unload older parked models for it; if neither is possible, unload it."""
+        """Park an unused model, if necessary after unloading older parked models; if it can't be parked, unload it."""
         size = model.terms.size_bytes
         if self._may_park(model):
             free = self._limits.parked_bytes - self.host_bytes
@@ -531,7 +531,7 @@ class ModelResidency:
                 effects.append(Park(model.name))
                 return
             free += sum(other.host_bytes for other in self.models.values() if other.state is ModelState.UNLOADING)
-            # Unload parked models that were used less recently first; then this model can leave the card.
+            # First unload parked models that were used less recently; then this model can leave the card.
             older = deque(other for other in self._parked() if other.used_at <= model.used_at)
             if free + sum(other.terms.size_bytes for other in older) >= size:
                 while free < size:
@@ -560,7 +560,7 @@ class ModelResidency:
         return self._parks and model.can_park and model.terms.is_parkable and fits and not model.is_going
 
     def _parked(self) -> list[ResidentModel]:
-        """Return the parked models that are not about to return, the one used least recently first."""
+        """Return the parked models that are not about to return, the least recently used first."""
         parked = (model for model in self.models.values() if model.state is ModelState.PARKED)
         return sorted(
             (resident for resident in parked if not self._is_demanded(resident)), key=lambda model: model.used_at
@@ -577,7 +577,7 @@ class ModelResidency:
         return min(candidates, key=_order_of, default=None)
 
     def _in(self, model: str, state: ModelState) -> ResidentModel | None:
-        """Return a model if it is in this state; otherwise None, because the report about it has come too late."""
+        """Return a model if it is in this state; otherwise None: the report about it came too late."""
         resident = self.models.get(model)
         return resident if resident is not None and resident.state is state else None
 

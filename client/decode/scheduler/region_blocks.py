@@ -1,10 +1,10 @@
-"""The blocks of one tenant's region: which are free, which are in use, and which keep a prefix for later sequences.
+"""The blocks of one tenant's region: free blocks, blocks in use, and blocks that keep a prefix for later sequences.
 
-A full block of keys and values depends on its own tokens and on all tokens before it, and its key identifies these: it
-is the hash of the previous block's key and of the block's own tokens. The chain of keys begins with the region's
+A full block of keys and values depends on its own tokens and on all tokens before it. Its key identifies these tokens:
+it is the hash of the previous block's key and of the block's own tokens. The chain of keys begins with the region's
 generation. So equal keys mean equal contents, bit for bit, and no key of a lost region is ever found again.
 
-Blocks that no sequence uses keep their contents until their place is needed; then the least recently used is freed
+Blocks that no sequence uses keep their contents until their place is needed. Then the least recently used is freed
 first. Only full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The
 last, partly filled block of a prefix is computed again by each sequence: at most PAGE rows.
 
@@ -42,21 +42,22 @@ class RegionBlocks:
         # Keep descending order, so that `pop` returns the lowest block first.
         self._free = list(range(size - 1, -1, -1))
         self._references = [0] * size
-        # Published blocks by their keys, and keys by their blocks.
+        # The published blocks by key, and their keys by block.
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         # Published blocks without a reference, the least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # The writer that computes the block with a key now, so that others wait for it instead of computing it as well.
+        # By key, the writer that is computing the block, so that others wait for the block instead of computing it as
+        # well.
         self._writers: dict[bytes, object] = {}
-        # The shared prefixes that have the block with a key.
+        # By key, the shared prefixes that have the block.
         self._shared: dict[bytes, list[str]] = {}
 
     # --- counts ---
 
     @property
     def available(self) -> int:
-        """The number of blocks that `take` can give: free ones, and cached ones."""
+        """The number of blocks that `take` can give: free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -65,20 +66,20 @@ class RegionBlocks:
 
     @property
     def cached(self) -> int:
-        """The number of blocks that no sequence uses and that keep a prefix."""
+        """The number of blocks that keep a prefix and that no sequence uses."""
         return len(self._cached)
 
     # --- keys ---
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], count: int, salt: str = "") -> None:
-        """Append to a sequence's keys until it has those of its first `count` blocks.
+        """Append to a sequence's keys until there is one for each of its first `count` blocks.
 
         Only sequences with the same salt have the same keys.
         """
         parent = keys[-1] if keys else self._root
         if salt and not keys:
-            # JSON strings may have unpaired surrogates. `person` keeps the hash of a salt different from that of a
-            # block with the same bytes.
+            # JSON strings may have unpaired surrogates. `person` makes a salt's hash differ from the hash of a block
+            # with the same bytes.
             hashed = parent + salt.encode(errors="surrogatepass")
             parent = blake2b(hashed, digest_size=KEY_BYTES, person=b"salt").digest()
         for index in range(len(keys), count):
@@ -87,7 +88,7 @@ class RegionBlocks:
             keys.append(parent)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many keys, from the first on, have a published block, and how many of these are unused."""
+        """Return how many keys, from the first on, have a published block, and how many of these blocks are unused."""
         count = reusable = 0
         for key in keys:
             block = self._blocks.get(key)
@@ -98,12 +99,13 @@ class RegionBlocks:
         return count, reusable
 
     def find_shared(self, keys: Sequence[bytes]) -> tuple[str, int]:
-        """Return the shared prefix that has blocks for the most of these keys, from the first on, and their number.
+        """Return the shared prefix that has blocks for most of these keys, counted from the first on, and their number.
 
         Returns ("", 0) if no prefix has the first one.
         """
         name, count = "", 0
-        # A key depends on all tokens up to its block's end, so a prefix that has the last of these blocks has them all.
+        # A key depends on all tokens up to its block's end, so a prefix that has the last of these blocks has all of
+        # them.
         for key in keys:
             if (names := self._shared.get(key)) is None:
                 break
@@ -129,7 +131,7 @@ class RegionBlocks:
         if self._free:
             block = self._free.pop()
         elif self._cached:
-            # Free the cached block that was not used for the longest time.
+            # Free the cached block that has been unused for the longest time.
             block, _ = self._cached.popitem(last=False)
             del self._blocks[self._keys.pop(block)]
             self.evictions += 1
@@ -139,7 +141,7 @@ class RegionBlocks:
         return block
 
     def share(self, key: bytes) -> int | None:
-        """Add a reference to the published block with a key, and return it; None if there is none."""
+        """Add a reference to the published block with a key, and return the block; None if there is none."""
         block = self._blocks.get(key)
         if block is not None:
             if not self._references[block]:
@@ -160,7 +162,7 @@ class RegionBlocks:
                     self._free.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find a block that is computed. If two blocks have the same key, a search finds the first one."""
+        """Let others find a computed block. If two blocks have the same key, a search finds the first."""
         self._writers.pop(key, None)
         if key not in self._blocks:
             self._blocks[key] = block
@@ -178,7 +180,7 @@ class RegionBlocks:
     def claim(self, writer: object, keys: Sequence[bytes]) -> bool:
         """Announce that `writer` computes the blocks with these keys.
 
-        Returns False, and changes nothing, if another writer computes the first of them.
+        Returns False, and changes nothing, if another writer is computing the first of them.
         """
         first = self._writers.get(keys[0]) if keys else writer
         if first is None:

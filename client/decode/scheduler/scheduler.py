@@ -1,4 +1,4 @@
-"""The scheduler of continuous batches: makes decisions from events and the time. No I/O, no clock, no randomness.
+"""The scheduler of continuous batches: it decides from events and the time. No I/O, no clock, no randomness.
 
 A harness drives it: `plan` returns the rows of the next step, and the harness answers the step by calling `completed`
 or `failed`. One step of run-ahead is possible: a step may be planned before the previous one is answered.
@@ -43,7 +43,7 @@ from gpulease.client.decode.scheduler.tenant_state import (
 )
 
 MAX_UNANSWERED_STEPS: Final = 2
-"""Maximum number of steps that are planned and not answered: a third would need tokens that are not computed yet."""
+"""Maximum number of steps that are planned and not answered: a third would need tokens that are not yet computed."""
 
 PREFILL_GRAIN: Final = PAGE
 """Number of rows of prompts that one tenant gets before the next tenant's turn."""
@@ -53,7 +53,7 @@ MAX_PREEMPTIONS: Final = 2
 could keep it from ever finishing."""
 
 _ONE: Final = np.array(1)
-"""An array, because numpy adds an array twice as fast as a Python number."""
+"""An array, because numpy adds an array in half the time of a Python number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class SchedulerSettings:
         vocabulary: Number of tokens in the vocabulary.
         end_tokens: Tokens that end a sequence.
         replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
-        replay_wait_s: Every replay may wait for at least this many seconds for its region and its admission.
-        rebinds_at_once: Number of times in a row that a tenant's region may be rebuilt without a pause.
-        rebind_interval_s: After these rebuilds, seconds until each further one.
+        replay_wait_s: Every replay may wait at least this many seconds for its region and its admission.
+        rebinds_at_once: How many times in a row a tenant's region may be rebuilt without a pause.
+        rebind_interval_s: After these rebuilds, seconds before each further one.
         reuses_prefixes: Whether a prompt reuses blocks that the tenant's earlier sequences computed for the same
             tokens. The emitted tokens are the same either way.
-        window: Maximum number of positions that a row attends to in any layer of the model, its own included; None if
+        window: Maximum number of positions, its own included, that a row attends to in any layer of the model; None if
             it attends to all earlier positions.
         guided_rows: Maximum number of rows in a step for which a guide restricts the token (`PromptRequest.guide`).
         preempts: Whether a tenant with a higher weight may take a table from one with a lower weight. Off by default,
@@ -124,9 +124,9 @@ class ContinuousBatchScheduler:
 
     **Blocks.** A region serves only its tenant (`RegionBlocks`). A prompt begins with the blocks that the tenant's
     earlier sequences have computed for the same tokens, if their steps were answered. If another sequence is computing
-    the next block, the prompt waits for that. A sequence that needs a block first frees its blocks before its `window`,
+    the next block, the prompt waits for it. A sequence that needs a block first frees its blocks before its `window`,
     if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay goes to
-    the front of the queue. So the oldest sequence always continues: alone in the region, it always fits. No other
+    the front of the queue. So the oldest sequence always continues, because alone in the region it fits. No other
     tenant is affected. A prompt is charged in full, however much of it was reused.
 
     **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). These blocks are
@@ -137,16 +137,16 @@ class ContinuousBatchScheduler:
     **Rows.** Each decoding sequence has a row in every step. If there are more live sequences than rows, they take
     turns: while no sequence joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts
     together get as many rows as they would as decoding sequences. Rows that decoding leaves free go to prompts, up to
-    `prefill_rows`. The tenant with the fewest weighted prompt rows is first, and within it the prompt that was admitted
-    first.
+    `prefill_rows`. The tenant with the fewest weighted prompt rows is first, and among its prompts the one that was
+    admitted first.
 
     **Guides.** A sequence with a guide gets its next row only when the guide is ready. If the guide depends on the
-    previous token (`is_stepwise`), the row also waits until that token is known. Other sequences do not wait. At most
+    previous token (`is_stepwise`), the row waits until that token is known, too. Other sequences do not wait. At most
     `guided_rows` guided sequences have a row in one step; the others come first in the next step.
 
-    **Priorities.** A tenant's waiting requests are admitted in the order of their priorities, the lowest number first;
-    requests of the same priority in the order in which they came. Replays come before all others. Other tenants are
-    not affected.
+    **Priorities.** A tenant's waiting requests are admitted in the order of their priorities, the lowest number first,
+    and within a priority in the order in which they came. Replays come before all others. Other tenants are not
+    affected.
 
     **Steps.** A step is a transaction: lengths change when `completed` reports it. If a sequence turns out to have
     ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
@@ -155,26 +155,26 @@ class ContinuousBatchScheduler:
     **Preemption**, if `settings.preempts`. If no table is free for the next tenant in turn, the youngest sequence of
     the tenant with the lowest weight ends, provided that this weight is lower than the next tenant's. The sequence's
     replay goes to the front of its tenant's queue, without a deadline, and is not charged again. The order of turns
-    does not change, so the service bound holds. No request starves: it loses its table MAX_PREEMPTIONS times at most,
-    and then keeps it to its end.
+    does not change, so the service bound holds. No request starves: it loses its table at most MAX_PREEMPTIONS times,
+    and then keeps it until its end.
 
     **Rebinds.** When a tenant's region is revoked, its sequences end. Each is replayed by a new request at the front of
     the tenant's queue, which waits for the new region.
 
     Attributes:
         settings: The engine's limits.
-        tenants: Tenants by their ids; read only.
-        prefixes: The shared prefixes that prompts may use, by their names; read only.
+        tenants: Tenants by their ids. Only the scheduler may change this.
+        prefixes: The shared prefixes that prompts may use, by their names. Only the scheduler may change this.
         prefix_requests: Number of requests that began with blocks of a shared prefix, by the prefix's name.
-        prefix_tokens: Number of prompt tokens that were not computed because a shared prefix has their blocks, by its
-            name.
+        prefix_tokens: Number of prompt tokens that were not computed because a shared prefix has their blocks, by the
+            prefix's name.
     """
 
     def __init__(self, settings: SchedulerSettings, tenants: Iterable[TenantConfig] = ()) -> None:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
         self.prefixes: dict[str, SharedPrefix] = {}
-        # These counts continue over engines, so `engine_lost` does not clear them.
+        # These counts cover all engines, so `engine_lost` does not clear them.
         self.prefix_requests, self.prefix_tokens = Counter[str](), Counter[str]()
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
@@ -182,8 +182,9 @@ class ContinuousBatchScheduler:
         # The sequences that decode in the step that was planned last.
         self._roster = DecodeRoster([])
         self._columns = SequenceColumns(settings.max_sequences)
-        # For each token, the number of live requests that it ends, plus one if it ends the model's sequences.
-        # `_may_end` marks the tokens with a count above 0: only these are compared with each sequence's own end tokens.
+        # For each token, the number of live requests that name it as a stop token, plus one if it ends all of the
+        # model's sequences. `_may_end` marks the tokens with a count above 0: only these are compared with each
+        # sequence's own end tokens.
         self._stop_token_uses = Counter[int]()
         self._may_end = np.zeros(settings.vocabulary, bool)
         self._count_stop_tokens(settings.end_tokens, 1)
@@ -192,7 +193,7 @@ class ContinuousBatchScheduler:
         # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
-        # Number of live sequences that need guided steps. It is usually 0, so that checking it is cheap.
+        # Number of live sequences that need guided steps. It is usually 0, so the check is cheap.
         self._guided = 0
         self._step_number = self._admissions = self._arrivals = self._regions = 0
         # Decoding sequences that need a block while their region has none left.
@@ -224,16 +225,16 @@ class ContinuousBatchScheduler:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `plan` may have to end a waiting request, in monotonic seconds; None if none has a deadline."""
+        """When `plan` may have to end a waiting request, in monotonic seconds; None if no request has a deadline."""
         return self._next_deadline_s if self._waiting and self._next_deadline_s < float("inf") else None
 
     def is_under_way(self, tenant_id: str) -> bool:
-        """Return whether an unanswered step has rows of the tenant. A held tenant gets none in later steps."""
+        """Return whether an unanswered step has rows of the tenant. A held tenant gets no rows in later steps."""
         tenant = self.tenants[tenant_id]
         return any(tenant in step.tenant_rows for step in self._unanswered)
 
     def rebind_delay_s(self, tenant_id: str, now: float) -> float:
-        """Return the seconds until the tenant may get a region, 0 if it may now."""
+        """Return the seconds until the tenant may get a region; 0 if it may now."""
         tenant = self.tenants[tenant_id]
         return tenant.limiter.delay_s(now) if tenant.needs_permit else 0.0
 
@@ -259,7 +260,7 @@ class ContinuousBatchScheduler:
         """
         if config.id in self.tenants:
             raise ValueError(f"the decoder already has a tenant {config.id}")
-        # The limiter belongs to the tenant and not to the engine, so an engine's loss does not reset it.
+        # The limiter belongs to the tenant, not to the engine, so an engine's loss does not reset it.
         limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
         tenant = TenantState(config, limiter, reuses=self.settings.reuses_prefixes)
         if blocks != 0:
@@ -267,7 +268,7 @@ class ContinuousBatchScheduler:
         self.tenants[config.id] = tenant
 
     def submit(self, request: PromptRequest, now: float) -> list[AnyEvent]:
-        """Admit a request, or let it wait, or refuse it.
+        """Admit a request, let it wait, or refuse it.
 
         Raises:
             RequestRejected: The tenant does not exist, the id is in use, or a token is not in the vocabulary.
@@ -291,15 +292,15 @@ class ContinuousBatchScheduler:
             )
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]
-        # Enqueue the request first, and admit in the usual order, so that it gets no table ahead of one that waited
-        # longer.
+        # Enqueue the request first, and admit in the usual order, so that it gets no table ahead of a request that
+        # waited longer.
         was_queue_full = len(tenant.waiting) >= tenant.config.max_waiting
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
         events = self._admit()
         if request.request_id not in self._waiting:
-            return events  # It was admitted, and perhaps made room for another at once.
-        # The replay of a sequence that was preempted just now joins the queue, but does not displace another request.
+            return events  # It was admitted, and perhaps another one with it.
+        # The replay of a sequence that was just preempted joins the queue, but does not displace another request.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline_s = min(self._next_deadline_s, now + request.wait_s)
@@ -309,7 +310,7 @@ class ContinuousBatchScheduler:
         return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 
     def cancel(self, request_id: str, reason: CompletionReason = CompletionReason.CANCELLED) -> list[AnyEvent]:
-        """End a request for the harness's reason. An id that is neither live nor waiting changes nothing.
+        """End a request for the harness's reason. Does nothing if no live or waiting request has the id.
 
         Returns:
             One Completed, or nothing.
@@ -331,22 +332,22 @@ class ContinuousBatchScheduler:
         """
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
-        # Step 1: end requests that are past their deadline, so that they do not take others' places, and admit new
-        # ones.
+        # Step 1: end requests that are past their deadline, so that they do not take the places of others, and admit
+        # new ones.
         events = self._expire(now) if now >= self._next_deadline_s else []
         # Emitted tokens change the order of turns, and so may change which tenant may preempt.
         self._has_room |= self.settings.preempts
-        # Live sequences come before waiting requests: first find blocks for sequences that grow.
+        # Live sequences come before waiting requests, so first find blocks for sequences that grow.
         if self._short:
             events += self._supply_blocks()
-        # Blocks that a prompt without rows can reuse may have been computed since its admission. Reusing them frees its
-        # own.
+        # Blocks that a prompt without rows can reuse may have been computed since its admission. Reusing them frees the
+        # prompt's own blocks.
         for tenant in self._prefilling:
             for sequence in tenant.prefilling:
                 if sequence.next_position == sequence.reused and sequence.keys:
                     self._reuse(sequence)
         events += self._admit()
-        # Step 2: drop the sequences that ended since the last plan, all in one pass.
+        # Step 2: drop all sequences that ended since the last plan, in one pass.
         if self._has_ended:
             self._has_ended = False
             self._decoding = [sequence for sequence in self._decoding if not sequence.is_ended]
@@ -386,7 +387,8 @@ class ContinuousBatchScheduler:
         Args:
             step: The oldest step without an answer.
             results: The token of each of its rows.
-            took_s: Seconds that the engine was busy with it. They are divided between its tenants by their rows.
+            took_s: Seconds that the engine was busy with the step. They are divided among its tenants in proportion to
+                their rows.
 
         Raises ValueError if an earlier step is not answered, or a row has no result.
         """
@@ -412,8 +414,7 @@ class ContinuousBatchScheduler:
             is_live = [not sequence.is_ended for sequence in sampled]
             sampled, requests = list(compress(sampled, is_live)), list(compress(requests, is_live))
             rows, tables = rows[is_live], tables[is_live]
-        # First append the tokens of all sequences at once. Then handle one by one the sequences that need more than
-        # this.
+        # First append the tokens of all sequences at once. Then handle, one by one, the sequences that need more.
         columns, new = self._columns, values[rows]
         places = columns.token_count[tables]
         columns.token_count[tables] = places + _ONE
@@ -421,7 +422,7 @@ class ContinuousBatchScheduler:
         tokens: list[int] = new.tolist()
         for sequence, token in zip(sampled, tokens, strict=True):
             sequence.tokens.append(token)
-        # A tenant is charged for tokens as they are emitted, so a request that ends early costs only the tokens it
+        # A tenant is charged for tokens as they are emitted, so a request that ends early costs only the tokens that it
         # emitted.
         for tenant, count in step.count_tenants(sampled).items():
             counter, price = tenant.counter, tenant.price
@@ -439,7 +440,7 @@ class ContinuousBatchScheduler:
             elif position > sequence.last:
                 reason = CompletionReason.MAX_TOKENS_REACHED
             else:
-                # A row at `position` may be in progress, but not the next one: before that, `plan` finds a block.
+                # A row at `position` may be in progress, but not the next one: `plan` finds a block before that.
                 if sequence.acts_at <= position < sequence.last and not self._grow(sequence):
                     self._short.append(sequence)
                 continue
@@ -462,7 +463,7 @@ class ContinuousBatchScheduler:
             self._void(self._unanswered.index(step))
 
     def step(self, compute: Callable[[StepPlan], Sequence[int]], now: float) -> list[AnyEvent]:
-        """Plan a step, compute it and take its results, for harnesses without run-ahead."""
+        """Plan a step, compute it and take its results. For harnesses without run-ahead."""
         step = self.plan(now)
         return step.events + (self.completed(step, compute(step)) if step.sequences else [])
 
@@ -483,8 +484,7 @@ class ContinuousBatchScheduler:
     ) -> list[AnyEvent]:
         """Process the loss of the engine: steps in flight are void, and every tenant's sequences end and are replayed.
 
-        No tenant's limiter counts this loss. Replays, also those of earlier losses, may wait for at least `wait_s`
-        seconds.
+        No tenant's limiter counts this loss. Replays, even those of earlier losses, may wait at least `wait_s` seconds.
         """
         self._void(0)
         # The next engine has its own shared prefixes.
@@ -499,7 +499,7 @@ class ContinuousBatchScheduler:
         return events
 
     def share(self, prefix: SharedPrefix) -> None:
-        """Let prompts begin with the computed blocks of a prefix. Raises ValueError if it is shared already."""
+        """Let prompts begin with the computed blocks of a prefix. Raises ValueError if the prefix is already shared."""
         if prefix.name in self.prefixes:
             raise ValueError(f"prefix {prefix.name} is already shared")
         self.prefixes[prefix.name] = prefix
@@ -540,7 +540,7 @@ class ContinuousBatchScheduler:
             ValueError: It has a region, or `blocks` is not within its limits.
 
         Returns:
-            An AdmissionRejected for each waiting request that this region has too few blocks for.
+            An AdmissionRejected for each waiting request for which this region has too few blocks.
         """
         tenant = self.tenants[tenant_id]
         if tenant.region_blocks:
@@ -561,13 +561,13 @@ class ContinuousBatchScheduler:
         return events
 
     def hold(self, tenant_id: str) -> None:
-        """Give a tenant's sequences no rows until `resume`, because its blocks are being moved or it is suspended.
+        """Give a tenant's sequences no rows until `resume`, while its blocks are being moved or it is suspended.
 
         Its requests wait, and end at their deadlines. They are not admitted, because they would hold tables that they
         can't use.
         """
         tenant = self.tenants[tenant_id]
-        # Its sequences leave the list of decoding ones, but keep their blocks and tables, and stay in `live`.
+        # Its sequences leave the list of decoding sequences, but keep their blocks and tables, and stay in `live`.
         if not tenant.is_held:
             tenant.is_held = True
             tenant.parked = [sequence for sequence in self._decoding if sequence.tenant is tenant]
@@ -575,7 +575,7 @@ class ContinuousBatchScheduler:
             self._prefilling.pop(tenant, None)
 
     def resume(self, tenant_id: str) -> None:
-        """Let a held tenant's sequences have rows again; without effect for a tenant that is not held."""
+        """Let a held tenant's sequences have rows again. Does nothing for a tenant that is not held."""
         tenant = self.tenants[tenant_id]
         if tenant.is_held:
             tenant.is_held = False
@@ -598,7 +598,7 @@ class ContinuousBatchScheduler:
             return (
                 f"it can have {request.positions} positions, but the model's context has only {self.settings.context}"
             )
-        # If it has no region, judge by the largest that the tenant may get; `rebound` checks again.
+        # If the tenant has no region, judge by the largest that it may get; `rebound` checks again.
         blocks = tenant.region_blocks or tenant.config.max_blocks
         if request.blocks > blocks:
             return f"it can need {request.blocks} blocks, but tenant {tenant.config.id} has only {blocks}"
@@ -628,7 +628,7 @@ class ContinuousBatchScheduler:
 
     def _obstacle(self, tenant: TenantState, waiting: UnadmittedRequest) -> tuple[AdmissionReason, str]:
         """Return why a waiting request can't be admitted now: the reason, and a sentence for the caller."""
-        # First check the tenant's own limit, the only obstacle that counts as the tenant's fault (429 instead of 503).
+        # First check the tenant's own limit: only this obstacle counts as the tenant's fault (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
             return (
                 AdmissionReason.QUOTA_EXCEEDED,
@@ -652,7 +652,7 @@ class ContinuousBatchScheduler:
             # A replay was admitted once already, so it is the tenant's first request.
             tenant.waiting.appendleft(waiting)
             return waiting
-        # After all requests of the same priority, and after every replay.
+        # Put it after all requests of the same priority, and after every replay.
         queue, place = tenant.waiting, len(tenant.waiting)
         while place and queue[place - 1].request.priority > request.priority and not queue[place - 1].request.attempt:
             place -= 1
@@ -674,7 +674,7 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
-            # Report the obstacle at the end of the wait, not the one at its beginning.
+            # Report the obstacle at the end of the wait, not at its beginning.
             kept_out_by, detail = self._obstacle(tenant, waiting)
             detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed, send it later"
             reason = CompletionReason.DEADLINE_EXCEEDED
@@ -686,12 +686,12 @@ class ContinuousBatchScheduler:
     def _admit(self) -> list[AnyEvent]:
         """Admit requests in the order of their tenants' counters, until no table is free or no tenant contends.
 
-        Does nothing unless a request came, or something that a request needs became free, since the last call.
+        Does nothing unless, since the last call, a request came or something that a request needs became free.
         """
         events: list[AnyEvent] = []
         while self._has_room:
             contenders = self._contenders()
-            # The tenant with the least weighted service is next; among equals, the one with the earliest request.
+            # The tenant with the least weighted service is next; among equals, the tenant with the earliest request.
             tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
             if tenant is not None and not self._tables:
                 events += self._preempt(tenant)
@@ -716,7 +716,7 @@ class ContinuousBatchScheduler:
             self._count_stop_tokens(request.sampling.stop_token_ids, 1)
             sequence.prefix = prefix
             if prefix:
-                # A replay is not another request, but it saves the tokens once more.
+                # A replay does not count as another request, but saves the tokens again.
                 self.prefix_requests[prefix] += request.attempt == 0
                 self.prefix_tokens[prefix] += shared * PAGE
             sequence.keys = tenant.keys_of(waiting)
@@ -741,7 +741,7 @@ class ContinuousBatchScheduler:
             One Completed, or nothing if preemption is off or no sequence may be preempted.
         """
         weight = heavier.config.weight
-        # Never preempt among equals: between tenants of the same weight it would only shift the wait from one to the
+        # Never preempt among equals: between tenants of the same weight, that would only shift the wait from one to the
         # other.
         victims = [
             sequence
@@ -750,7 +750,7 @@ class ContinuousBatchScheduler:
         ]
         if not self.settings.preempts or not victims:
             return []
-        # Preempt the youngest, which has computed the least, so that the least is computed again.
+        # Preempt the youngest: it has computed the least, so the least is computed again.
         victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
         victim.preemptions += 1
         return [self._preempted(victim)]
@@ -763,7 +763,7 @@ class ContinuousBatchScheduler:
         return self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)
 
     def _supply_blocks(self) -> list[AnyEvent]:
-        """Find blocks for the sequences that need one, at the cost of their tenants' youngest sequences."""
+        """Find blocks for the sequences that need one. If necessary, end their tenants' youngest sequences."""
         events: list[AnyEvent] = []
         # Serve the oldest first, so that the youngest are preempted.
         short, self._short = sorted(self._short, key=lambda sequence: sequence.number), []
@@ -773,13 +773,13 @@ class ContinuousBatchScheduler:
                 # The sequence has no rows until `resume`.
                 self._short += [] if sequence.is_ended else [sequence]
                 continue
-            # This loop terminates: it preempts the region's sequences one by one, in the end this one.
+            # This loop ends: it preempts the region's sequences one by one, and finally this one.
             while not sequence.is_ended and not self._grow(sequence):
                 events.append(self._preempted(max(tenant.live.values(), key=lambda live: live.number)))
         return events
 
     def _contenders(self) -> list[TenantState]:
-        """Return the tenants that wait only for a table, and raise the counters of those that have begun to."""
+        """Return the tenants that wait only for a table, and raise the counters of tenants that have just begun to."""
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():
@@ -789,7 +789,8 @@ class ContinuousBatchScheduler:
             else:
                 tenant.is_contending = False
         # A tenant that was idle, or held back by its own limits, must not make up for that time. Its counter begins at
-        # the lowest counter of the tenants that contended all along or, without any, at that of the last admission.
+        # the lowest counter of the tenants that contended all along or, without any, at the counter of the last
+        # admission.
         least = min((tenant.counter for tenant in old), default=self._virtual_counter)
         for tenant in new:
             tenant.counter = max(tenant.counter, least)
@@ -805,9 +806,9 @@ class ContinuousBatchScheduler:
     # --- Prefixes. ---
 
     def _reuse(self, sequence: LiveSequence) -> None:
-        """Let a prompt without a row begin after its computed blocks, and decide whether it waits for more of them."""
+        """Let a prompt without a row begin after its computed blocks, and decide whether it waits for more of these."""
         region, keys, index = sequence.tenant.blocks, sequence.keys, sequence.reused // PAGE
-        # Blocks that other sequences have published since its admission replace its own, which are still empty.
+        # Blocks that other sequences published after its admission replace its own blocks, which are still empty.
         while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
             region.release((sequence.blocks[index],))
             self._has_room = True
@@ -822,7 +823,7 @@ class ContinuousBatchScheduler:
         sequence.is_following = is_claimed and sequence.reused < sequence.reusable
 
     def _publish(self, sequence: LiveSequence, blocks: int) -> None:
-        """Let other prompts reuse the first `blocks` blocks of a sequence, which answered steps have computed."""
+        """Let other prompts reuse the first `blocks` blocks of a sequence. Answered steps must have computed them."""
         region, blocks = sequence.tenant.blocks, min(blocks, len(sequence.keys))
         for index in range(sequence.published, blocks):
             region.publish(sequence.blocks[index], sequence.keys[index])
@@ -888,7 +889,7 @@ class ContinuousBatchScheduler:
             free_rows = max(free_rows, turns)
         # Limit prompt rows while sequences decode, because each row delays their next tokens.
         free_rows = min(free_rows, self.settings.prefill_rows if decoding else max_rows)
-        # Share them between tenants: PREFILL_GRAIN rows at a time to the tenant with the least weighted prompt rows.
+        # Share the rows among tenants: PREFILL_GRAIN rows at a time to the tenant with the fewest weighted prompt rows.
         needed = {tenant: rows for tenant in self._prefilling if (rows := tenant.prompt_rows)}
         shares = dict.fromkeys(needed, 0)
         while free_rows and needed:
@@ -901,7 +902,7 @@ class ContinuousBatchScheduler:
             needed[tenant] -= count
             if not needed[tenant]:
                 del needed[tenant]
-        # Within a tenant, the oldest prompt gets all of the rows that it can use before the next one gets any.
+        # Within a tenant, the oldest prompt gets all rows that it can use before the next prompt gets any.
         chunks = []
         guided = self.settings.guided_rows
         for tenant, rows in shares.items():
@@ -953,16 +954,16 @@ class ContinuousBatchScheduler:
             chosen = chosen[:max_rows]
             # A round robin: the sequences that get a row now go to the end of the list.
             self._decoding = self._decoding[max_rows:] + chosen
-        # Usually the sequences are those of the step before. Comparing two lists of the same objects is fast.
+        # Usually the sequences are the same as in the previous step. Comparing two lists of the same objects is fast.
         roster = self._roster
         if chosen != roster.sequences:
             roster = self._roster = DecodeRoster(chosen.copy())
         # Make the rows of all sequences at once: numpy copies the step's columns from the sequences' columns. With few
-        # sequences the number of calls matters: hence one copy, and not `any`, which runs Python code.
+        # sequences the number of calls matters, so make one copy, and avoid `any`, which runs Python code.
         columns = self._columns
         copied = columns.planned.take(roster.tables, axis=1)
         positions, tokens, sources, blocks, tables, known_tokens, special_at = copied
-        # A row that is computed again after a failed step has a known token. Otherwise the step before is still
+        # A row that is computed again after a failed step has a known token. Otherwise the previous step is still
         # computing the token, and the kernel takes it from that step's row, on the card.
         is_known = positions < known_tokens
         if np.count_nonzero(is_known):
@@ -988,14 +989,14 @@ class ContinuousBatchScheduler:
     ) -> SchedulerEvent.Completed:
         """End a live sequence, and free its blocks and its table for the next admission."""
         request, tenant = sequence.request, sequence.tenant
-        # The next `plan` removes all ended sequences from the decoding ones in one pass.
+        # The next `plan` removes all ended sequences from the decoding sequences in one pass.
         sequence.is_ended = self._has_ended = self._has_room = True
         for step in self._unanswered:
             step.has_ended = True
         del self._live[request.request_id], tenant.live[request.request_id]
         self._guided -= request.has_guidance
         self._count_stop_tokens(request.sampling.stop_token_ids, -1)
-        # Blocks of a lost region do not come back: `bind` starts with new ones.
+        # Blocks of a lost region do not come back: `bind` starts with new blocks.
         if (region := tenant.blocks).size:
             if tenant.reuses:
                 # Publish the full blocks: a later prompt may continue this sequence.
@@ -1016,18 +1017,18 @@ class ContinuousBatchScheduler:
         del self._unanswered[first:]
         if not voided:
             return
-        # Step 1: restore `next_position` and `row` of each sequence, last step and last row first: the oldest values
-        # remain.
+        # Step 1: restore `next_position` and `row` of each sequence. Begin with the last step and row, so that the
+        # oldest values remain.
         self._step_number = voided[0].number
         for step in reversed(voided):
             step.is_void = True
             for row in range(len(step) - 1, -1, -1):
                 sequence = step.sequences[row]
-                # Another sequence may have the table of one that has ended.
+                # If the sequence has ended, another may have its table.
                 if not sequence.is_ended:
                     sequence.next_position, sequence.row = int(step.positions[row]), int(step.sources[row])
-        # Step 2: put the sequences back into the lists that planning took them from: the decoding ones, the prompts,
-        # or a held tenant's parked ones.
+        # Step 2: put the sequences back into the lists from which planning took them: decoding sequences, prompts, or a
+        # held tenant's parked sequences.
         sequences = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
         decoding = [sequence for sequence in sequences if sequence.next_position >= sequence.prompt_length]
         for sequence in decoding:
@@ -1042,7 +1043,8 @@ class ContinuousBatchScheduler:
                 tenant.prefilling.append(sequence)
                 tenant.prefilling.sort(key=lambda sequence: sequence.number)
             self._enter_prefill(tenant)
-        # Step 3: the voided rows go first, in their old order, so the failed step's number means the same rows again.
+        # Step 3: put the voided rows first, in their old order, so that the failed step's number means the same rows
+        # again.
         self._decoding = [sequence for sequence in decoding if not sequence.tenant.is_held] + self._decoding
 
     def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
@@ -1058,7 +1060,7 @@ class ContinuousBatchScheduler:
         now: float,
         least_s: float,
     ) -> list[AnyEvent]:
-        """End some of a tenant's sequences, and enqueue their replays, which wait for at least `least_s` seconds."""
+        """End some of a tenant's sequences, and enqueue their replays, which may wait at least `least_s` seconds."""
         events: list[AnyEvent] = []
         replays: list[tuple[PromptRequest, int]] = []
         used_ids = self._live.keys() | self._waiting.keys()
@@ -1071,7 +1073,7 @@ class ContinuousBatchScheduler:
                 events.append(limited)
             else:
                 replays.append((replay, sequence.preemptions))
-        # Each replay goes to the front of the queue, so enqueue the last one first.
+        # Each replay goes to the front of the queue, so enqueue the last first.
         for replay, preemptions in reversed(replays):
             deadline_s = now + max(replay.wait_s, least_s)
             self._enqueue_replay(replay, deadline_s, preemptions)
@@ -1079,15 +1081,16 @@ class ContinuousBatchScheduler:
         return events
 
     def _replay_of(self, sequence: LiveSequence, used_ids: Set[str]) -> PromptRequest:
-        """Return the request that continues where a sequence ends, or that starts again if replays are off.
+        """Return the request that continues where a sequence ended, or that starts again if replays are off.
 
-        Its id is the first request's id, a dot and the attempt, and not in `used_ids`.
+        Its id is the first request's id, a dot and the attempt. It is not in `used_ids`.
         """
         request = sequence.request
-        # The replay's prompt is the caller's prompt with all emitted tokens, which reduce the number still allowed.
+        # The replay's prompt is the caller's prompt and all emitted tokens. These reduce the number that is still
+        # allowed.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept_tokens = len(sequence.tokens) if self.settings.replays else own_prompt
-        # A caller may have used the same form of id for another request, so skip ids in use.
+        # A caller may have used an id of the same form for another request, so skip ids that are in use.
         first_id, attempt = request.continues or request.request_id, request.attempt + 1
         while f"{first_id}.{attempt}" in used_ids:
             attempt += 1
@@ -1106,8 +1109,8 @@ def _allocate_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[s
     """Allocate the blocks of a request that fits.
 
     Returns:
-        The shared prefix that it begins with, or ""; the number of blocks that it uses of this prefix; all of its
-        blocks; and how many of them, from the first on, are computed already.
+        The shared prefix with which it begins, or ""; the number of this prefix's blocks that it uses; all of its
+        blocks; and how many of them, from the first on, are already computed.
     """
     region, request, keys = tenant.blocks, waiting.request, tenant.keys_of(waiting)[: waiting.request.reusable_blocks]
     prefix, shared = region.find_shared(keys)

@@ -1,4 +1,4 @@
-"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences to which they belong."""
+"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences to which the rows belong."""
 
 from collections import Counter
 from operator import attrgetter
@@ -16,7 +16,7 @@ _REQUEST: Final = attrgetter("request")
 _TABLE: Final = attrgetter("table")
 
 _POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
-"""Indexes of a plan's columns in its arrays."""
+"""The index of each column in a plan's arrays."""
 
 
 class DecodeRoster:
@@ -25,9 +25,9 @@ class DecodeRoster:
     Attributes:
         sequences: The sequences, in the order of their rows. The list is never changed.
         rows: The row of each: 0, 1, and so on.
-        tables: Their rows of the block tables.
+        tables: Each sequence's row of the block tables.
         requests: Their requests.
-        tenant_rows: How many of them each tenant has.
+        tenant_rows: How many of the sequences each tenant has.
     """
 
     __slots__ = ("requests", "rows", "sequences", "tables", "tenant_rows")
@@ -41,22 +41,23 @@ class DecodeRoster:
 
 
 class StepPlan:
-    """The rows of one step: first one for each sequence that decodes, then the chunks of prompts.
+    """The rows of one step: first one row for each sequence that decodes, then the chunks of prompts.
 
     A chunk's rows are adjacent, at ascending positions. Columns are arrays, because a step can have a thousand rows.
 
     Attributes:
-        number: The step's number, from 0. A step that is planned in place of a failed one has the failed one's number.
+        number: The step's number, from 0. A step planned in place of a failed step has the failed step's number.
         sequences: The sequence of each row.
         decode_rows: Number of rows of sequences that decode.
         chunks: For each chunk, its sequence, its first row, and its number of rows.
-        joined: Sequences that have their first row in this step. The harness now writes their constant fields, and the
-            entries of their block tables for the positions before that row.
-        sampled: Sequences that get a token from this step: those that decode, then those whose prompts end in it.
+        joined: Sequences that have their first row in this step. With this step, the harness writes their constant
+            fields, and the entries of their block tables for the positions before that row.
+        sampled: Sequences that get a token from this step: first those that decode, then those whose prompts end in
+            this step.
         events: What happened while the step was planned: expired, preempted and refused requests.
         is_guided: Whether any of its rows needs a guided step.
-        is_void: Whether the step's results are ignored, because this step or the one before it failed.
-        has_ended: Whether any of its sequences may have ended since it was planned.
+        is_void: Whether the step's results are ignored, because this step or the previous one failed.
+        has_ended: Whether any of its sequences may have ended since the step was planned.
     """
 
     __slots__ = (
@@ -78,9 +79,9 @@ class StepPlan:
     )
 
     def __init__(self, number: int, decoding: DecodeRoster, columns: NDArray[np.int64]) -> None:
-        """Begin with a row for each of these sequences, with these columns [5, rows]."""
+        """Begin with a row for each decoding sequence, from these columns [5, rows]."""
         self.number, self._roster = number, decoding
-        # Both lists are the roster's until a prompt gets rows.
+        # Both lists belong to the roster until a prompt gets rows.
         self.sampled = self.sequences = decoding.sequences
         self.decode_rows = len(decoding.sequences)
         self.chunks: list[tuple[LiveSequence, int, int]] = []
@@ -88,7 +89,7 @@ class StepPlan:
         self.events: list[AnyEvent] = []
         self.is_guided = self.is_void = self.has_ended = False
         self._columns = columns
-        # Columns of prompts' rows. They are appended to `_columns` when that is next read.
+        # Columns of prompts' rows. They are appended to `_columns` when it is next read.
         self._prompts: tuple[list[int], ...] = ()
         # The rows that yield the first tokens of prompts.
         self._last_rows: list[int] = []
@@ -116,7 +117,7 @@ class StepPlan:
 
     @property
     def sources(self) -> NDArray[np.int64]:
-        """For each row, the row of the step before that yields its token, or NO_ROW if the token is known."""
+        """For each row, the row of the previous step that yields its token, or NO_ROW if the token is known."""
         return self._column(_SOURCES)
 
     @property
@@ -137,7 +138,7 @@ class StepPlan:
 
     @property
     def sampled_tables(self) -> NDArray[np.int64]:
-        """The row of the block tables of each of `sampled`."""
+        """For each of `sampled`, its row of the block tables."""
         return self.tables[self.sampled_rows] if self._last_rows else self._roster.tables
 
     @property
@@ -147,16 +148,16 @@ class StepPlan:
 
     @property
     def tenant_rows(self) -> Counter[TenantState]:
-        """How many rows each tenant has. The step reads and writes these tenants' regions and no others.
+        """How many rows each tenant has. The step reads and writes only these tenants' regions.
 
-        Read it only when the plan is complete, because it is counted only once.
+        Read this only when the plan is complete: the rows are counted only once.
         """
         if self.chunks and self._tenant_rows is self._roster.tenant_rows:
             self._tenant_rows = Counter(map(_TENANT, self.sequences))
         return self._tenant_rows
 
     def count_tenants(self, sequences: list[LiveSequence]) -> Counter[TenantState]:
-        """Return how many of these sequences, which are some of the step's, each tenant has."""
+        """Return how many of these sequences, some or all of the step's, each tenant has."""
         # Usually `sequences` are all sequences of the step, with one row each.
         return self.tenant_rows if len(sequences) == len(self) else Counter(map(_TENANT, sequences))
 

@@ -14,7 +14,7 @@ from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
 
 NO_BLOCK: Final = -1
-"""Stands for a block that its sequence has freed because the block is before its window."""
+"""Stands for a block that its sequence has freed because it is before the sequence's window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,19 +39,18 @@ class UnadmittedRequest:
 
 
 class SequenceColumns:
-    """The values of live sequences that each step reads or changes, as columns: one entry per row of the block tables.
+    """The values of live sequences that each step uses, as columns with one entry per row of the block tables.
 
     A step may have a thousand rows; numpy updates them all at once. For single sequences, `LiveSequence` reads and
     writes them.
 
     Attributes:
-        planned: The columns that planning reads, as one array: those of a `StepPlan` in the same order, then
-            `token_count` and `special_at`.
-        next_position, row, acts_at: As in `LiveSequence`.
-        token_count: The number of its tokens so far, those of the prompt included.
+        planned: The columns that planning reads, as one array: the columns of a `StepPlan` in the same order, then
+        `token_count` and `special_at`. next_position, row, acts_at: As in `LiveSequence`.
+        token_count: The number of its tokens so far, including the prompt's.
         last_token: The last of these tokens.
         block: While it decodes, the block of its next row, unless that row is at `special_at` or later.
-        special_at: The first position whose row is in another block or is the sequence's last one.
+        special_at: The first position whose row is in another block, or is the sequence's last row.
     """
 
     def __init__(self, tables: int) -> None:
@@ -68,20 +67,21 @@ class LiveSequence:
     Attributes:
         request: The request.
         tenant: Its tenant.
-        table: Its row of the block tables; no other live sequence has the same row.
+        table: Its row of the block tables, which no other live sequence has.
         blocks: Its blocks, as indexes within the tenant's region (`RegionBlocks`), in the order of its positions. More
             are added as it grows.
-        keys: The keys of its full blocks (`RegionBlocks`), those of its prompt first; [] if nothing is reused.
-        freed_blocks: How many of its first blocks it has freed because they are before its window; these are NO_BLOCK.
-        published: How many of its first blocks other sequences can find, or could find when it got them.
-        reused: Number of its first positions that were computed before; its own rows begin after them.
+        keys: The keys of its full blocks (`RegionBlocks`), the prompt's first; [] if nothing is reused.
+        freed_blocks: How many of its first blocks it has freed, because they are before its window. Their entries are
+            NO_BLOCK.
+        published: How many of its first blocks other sequences can find, or could find when the sequence got them.
+        reused: Number of its first positions that were already computed; its own rows begin after them.
         reusable: Maximum number of positions that it may reuse.
         prefix: The shared prefix that it uses; "" for none.
-        is_following: Whether it waits for another sequence that computes the next block of its prompt.
+        is_following: Whether it waits for another sequence that is computing the next block of its prompt.
         number: Its number in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
         prompt_length: Number of tokens of the prompt.
-        last: The last position that can have a row: the token that it yields is the last one to be emitted.
+        last: The last position that can have a row. That row yields the last token to be emitted.
         filled: Number of positions of the prompt that answered steps have computed.
         preemptions: How often the request was preempted.
         is_ended: Whether the request ended; the results of its rows in progress are discarded.
@@ -127,7 +127,7 @@ class LiveSequence:
         self.end_tokens, self.is_guided = end_tokens, request.guide is not None
         self.tokens = list(request.token_ids)
         self.prompt_length = len(self.tokens)
-        # The row at the last position yields the last token to emit, which itself is never computed.
+        # The row at the last position yields the last token to emit, and that token is never computed.
         self.last = request.positions - 1
         # `next_position` moves when a row is planned, `filled` when its step is answered: they differ by the rows in
         # flight.
@@ -145,7 +145,7 @@ class LiveSequence:
 
     @property
     def next_position(self) -> int:
-        """The first position that no step has a row for yet."""
+        """The first position for which no step has a row yet."""
         return int(self._columns.next_position.item(self.table))
 
     @next_position.setter
@@ -154,7 +154,7 @@ class LiveSequence:
 
     @property
     def row(self) -> int:
-        """Its row in the last step in which it has one. That row's result is the token at `next_position`."""
+        """Its row in the last step that has one. That row's result is the token at `next_position`."""
         return int(self._columns.row.item(self.table))
 
     @row.setter
@@ -163,7 +163,7 @@ class LiveSequence:
 
     @property
     def acts_at(self) -> int:
-        """The first position of an emitted token at which it ends or needs another block."""
+        """The first position of an emitted token at which the sequence ends or needs another block."""
         return int(self._columns.acts_at.item(self.table))
 
     def set_acts_at(self) -> None:
@@ -179,12 +179,12 @@ class LiveSequence:
     @property
     def length(self) -> int:
         """The number of positions with keys and values that answered steps have computed."""
-        # Once the prompt is filled, every known token but the newest has been computed.
+        # After the prompt, every known token but the newest has been computed.
         return self.filled if self.filled < self.prompt_length else len(self.tokens) - 1
 
     @property
     def prompt_rows(self) -> int:
-        """The number of positions of its prompt that can have a row now. The last one also waits for its guide."""
+        """The number of positions of its prompt that can have a row now. The last position also waits for the guide."""
         if self.is_following:
             return 0
         guide = self.request.guide
@@ -196,14 +196,14 @@ class TenantState:
 
     Attributes:
         config: Its limits.
-        limiter: Limits how often its region is rebuilt: each time, its replays take rows from other tenants.
+        limiter: Limits how often its region is rebuilt, because each time its replays take rows from other tenants.
         reuses: Whether its prompts reuse blocks that are already computed.
         waiting: Requests that wait, in the order in which they are admitted.
         live: Live sequences by their requests' ids, in the order of their admissions.
-        prefilling: Live sequences with prompt positions that no step has a row for, in the same order.
+        prefilling: Live sequences with prompt positions for which no step has a row, in the same order.
         blocks: The blocks of its region; none while it has no region.
         reused_tokens: Number of prompt tokens whose keys and values were in the region already.
-        gpu_s: Its share of the engine's busy seconds: each step's time is divided in proportion to tenants' rows.
+        gpu_s: Its share of the engine's busy seconds. Each step's time is divided in proportion to the tenants' rows.
         needs_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.
@@ -230,25 +230,25 @@ class TenantState:
         self.price = 1 / config.weight
 
     def fits(self, waiting: UnadmittedRequest) -> bool:
-        """Return whether its own limits and its region have room for the request now."""
+        """Return whether the tenant's own limits and its region have room for the request now."""
         return len(self.live) < self.config.max_concurrent and self.lacking(waiting) <= 0
 
     def lacking(self, waiting: UnadmittedRequest) -> int:
         """Return how many blocks a request's prompt lacks; 0 or less if it has room."""
-        # Leave a block for each live sequence that may need more, so that an admission does not cause a preemption.
+        # Leave one block for each live sequence that may need more, so that an admission does not cause a preemption.
         growing = sum(len(sequence.blocks) < sequence.request.blocks for sequence in self.live.values())
         request, room = waiting.request, self.blocks.available - growing
         lacking = request.prompt_blocks - room
         if lacking <= 0 or not self.region_blocks or not request.reusable_blocks:
             return lacking
-        # Blocks that are computed already need no room, except cached ones: `available` has counted these.
+        # Blocks that are already computed need no room, except cached ones, which `available` has counted.
         keys = self.keys_of(waiting)[: request.reusable_blocks]
         _, shared = self.blocks.find_shared(keys)
         published, reusable = self.blocks.find(keys[shared:])
         return lacking - shared - published + reusable
 
     def keys_of(self, waiting: UnadmittedRequest) -> list[bytes]:
-        """Return the keys of a waiting request's prompt in the region that the tenant has."""
+        """Return the keys of a waiting request's prompt in the tenant's current region."""
         if waiting.keys is None:
             waiting.keys = []
             tokens, salt = waiting.request.token_ids, waiting.request.cache_salt
@@ -285,13 +285,13 @@ class TenantState:
 
     @property
     def evictions(self) -> int:
-        """How many cached blocks were freed because their place was needed, counting all regions that it has had."""
+        """How many cached blocks were freed because their place was needed, in all regions that the tenant has had."""
         return self._evictions + self.blocks.evictions
 
     def blocks_to_save(self) -> list[int]:
         """Return the blocks with keys and values of live sequences, and forget the contents of all others.
 
-        Valid only while no step with its rows is in progress.
+        Call this only while no step with the tenant's rows is in progress.
         """
         # Cached blocks are not saved: copying them would take longer than reusing them saves.
         self.blocks.forget()
@@ -303,5 +303,5 @@ class TenantState:
 
     @property
     def prompt_rows(self) -> int:
-        """The number of positions of its prompts that can have a row now, and have none yet."""
+        """The number of positions of its prompts that can have a row now and have none yet."""
         return sum(sequence.prompt_rows for sequence in self.prefilling)

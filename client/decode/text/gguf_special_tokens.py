@@ -15,7 +15,7 @@ BEGINS: Final = ("llama3", "llama-bpe")
 """Pre-tokenizers with a begin token before prompts, unless a key says otherwise."""
 
 DEFAULTS: Final = {"bos": 1, "eos": 2, "unknown": 0}
-"""Default ids of SentencePiece vocabularies, for missing keys. GPT-2's defaults do not apply to models of today."""
+"""Default ids of SentencePiece vocabularies, for missing keys. GPT-2's defaults do not apply to today's models."""
 
 END_TEXTS: Final = frozenset(
     {
@@ -61,17 +61,17 @@ FILL_TEXTS: Final = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Texts of the tokens for filling gaps in programs (fill in the middle)."""
+"""Texts of the tokens for filling gaps in programs (fill-in-the-middle)."""
 
 FILL_ENDS: Final = ("fim_pad", "fim_rep", "fim_sep")
-"""Fill tokens that also end a sequence. A key names each of them or, without that key, its text identifies it."""
+"""Fill tokens that end a sequence, too. A key names each of them; without the key, its text identifies it."""
 
 CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
 """Tokens with these texts are control tokens, whatever type the file gives them."""
 
 
 def control_tokens(metadata: Members) -> list[int]:
-    """Return the ids of tokens that are not text: by their type in the file, or by a known text."""
+    """Return the ids of tokens that are not text, by their type in the file or by a known text."""
     texts, kinds = metadata.items(f"{AT}tokens"), metadata.items(f"{AT}token_type")
     # Converters often give these tokens a wrong type, so known texts count, too.
     tokens = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
@@ -94,7 +94,7 @@ def end_tokens(metadata: Members) -> tuple[int, ...]:
     # A file without a vocabulary has no texts to search, and need not name an end token.
     lookup = _required if texts else special_token
     special = [lookup(metadata, "eos"), special_token(metadata, "eot"), special_token(metadata, "eom")]
-    # A key names a fill token, or else all of its known texts count.
+    # A key names a fill token; without a key, all of its known texts count.
     end_texts = set(END_TEXTS)
     for name in FILL_ENDS:
         if (named_token := special_token(metadata, name)) is not None:

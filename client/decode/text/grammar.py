@@ -1,7 +1,7 @@
-"""Grammars decide which tokens may come next, so that an answer has the form that its caller requested.
+"""Decides by grammars which tokens may come next, so that an answer has the form that its caller requested.
 
-llguidance computes the masks. Its work for a mask is limited (usually about 50 us). It accepts JSON Schema and context
-free grammars, compiles them lazily, and releases the interpreter's lock during these calls. A grammar is a text in
+llguidance computes the masks. Its work for a mask is limited, and usually takes about 50 us. It accepts JSON Schema and
+context-free grammars, compiles them lazily, and releases the interpreter's lock meanwhile. A grammar is a text in
 llguidance's Lark format. It comes from a tenant, so its size and the work for it are limited, and a text process checks
 it first.
 """
@@ -45,7 +45,7 @@ GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
     # An error that contains the parser's state would be longer than the grammar.
     "verbose_errors": False,
 }
-"""llguidance's limits on a grammar's compilation, on the work for one mask, and on the number of a grammar's states,
+"""llguidance's limits on a grammar's compilation, on the work for one mask, and on the number of a grammar's states, of
 about 2 kB each.
 """
 
@@ -66,11 +66,11 @@ remainders take about 0.3 s.
 """
 
 WHITESPACE: Final = " ?"
-"""The whitespace that may be between the parts of a JSON text: at most one space. Otherwise a model without anything to
-say could write spaces endlessly."""
+"""The whitespace that may be between the parts of a JSON text: at most one space. Otherwise a model could write spaces
+endlessly."""
 
 MASK_THREADS: Final = 4
-"""Number of threads that compile grammars and compute masks. One tenant may occupy all of them except one."""
+"""Number of threads that compile grammars and compute masks. One tenant may occupy all but one."""
 
 MAX_GRAMMARS: Final = 64
 """Maximum number of compiled grammars in the cache. Each is cached only for its tenant, so that the duration of a
@@ -82,8 +82,8 @@ _COMBINING: Final = frozenset(
         *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
     }
 )
-"""Keywords with which several schemas describe one object. If each schema were closed, it would forbid the members of
-the others.
+"""Keywords by which several schemas describe one object. If each schema were closed, it would forbid the other schemas'
+members.
 """
 
 _OF_MEMBERS: Final = frozenset({"anyOf", "patternProperties", "minProperties", "propertyNames", "dependentRequired"})
@@ -95,7 +95,7 @@ _REF_SIBLINGS: Final = frozenset({"$ref", "$defs", "definitions", "title", "desc
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _LISTS: Final = frozenset({"anyOf", "prefixItems", "items"})
 _SCHEMAS: Final = frozenset({"items", "additionalItems", "additionalProperties", "contains"})
-"""Keywords that contain schemas: as an object's values, in a list, or a single one."""
+"""Keywords that contain schemas: as an object's values, as a list, or a single schema."""
 
 _ESCAPED: Final[Mapping[str, str]] = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 """Parts of a regular expression that must be written differently in a grammar."""
@@ -121,7 +121,7 @@ MAX_ERROR_CHARACTERS: Final = 300
 
 MAX_COMPILE_S: Final = 4.0
 """Seconds of CPU time in which a grammar must compile. For some regular expressions, such as /a?a?a?.../, the library's
-time grows with the square of their length, and its own limits would end that only after a minute."""
+time grows with the square of their length, and its own limits would stop it only after a minute."""
 
 _PANIC: Final = "panic: "
 """The beginning of a message with which the library reports that it panicked."""
@@ -157,8 +157,8 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema that limits objects to the members in their `properties`, unless it allows others.
 
     In JSON Schema an object may have any further members, and a model might write such members until its tokens are
-    used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text that the result allows is allowed by the
-    schema. A schema with keywords that could break this rule is returned unchanged.
+    used up. vLLM (by xgrammar) and llama.cpp close objects, too. The schema allows every text that the result allows. A
+    schema with keywords that could break this rule is returned unchanged.
     """
     # Make a copy, because the template may show the same schema.
     document = json.loads(json.dumps(schema))
@@ -195,8 +195,8 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_grammar(text: str) -> None:
     """Compile a grammar within the limits, for a vocabulary of bytes. Call this in a text process, which has limits.
 
-    Raises GrammarRefused, which describes the mistake in the grammar or in its schema, LibraryPanicked if the library
-    stops because of its own bug.
+    Raises GrammarRefused, which describes the mistake in the grammar or in its schema, or LibraryPanicked if a bug
+    stops the library.
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
@@ -226,7 +226,7 @@ class GrammarMasks:
         mask: The mask of the next token.
         is_ready: Whether `mask` is the mask of the next token.
         is_stepwise: Always true.
-        on_failed: Called if no mask can be computed within the limits, or if no token can follow.
+        on_failed: Called if no mask can be computed within the limits, or no token can follow.
     """
 
     is_stepwise = True
@@ -284,7 +284,7 @@ class Grammars:
             tokenizer: Returns the model's tokenizer.
             vocabulary: Number of the model's tokens.
             end_tokens: The model's end tokens.
-            log: Gets the library's failures.
+            log: Receives the library's failures.
         """
         self._log = log
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
@@ -307,7 +307,7 @@ class Grammars:
             return grammar.fork()
         if self._library is None or (self._library.done() and self._library.exception() is not None):
             self._library = asyncio.create_task(self._load())
-        # One load serves all callers, so a caller that is cancelled must not cancel it.
+        # All callers share one load, so a caller that is cancelled must not cancel it.
         library = await asyncio.shield(self._library)
 
         words = self.words
@@ -323,7 +323,7 @@ class Grammars:
         return masks.fork()
 
     def run(self, tenant_id: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Run work of the library in a thread, when it is the tenant's turn. Returns a future of its result.
+        """Run the library's work in a thread, when it is the tenant's turn. Returns a future of the result.
 
         The future's error is always GrammarRefused. If the library fails in another way, the log has the reason.
         """
@@ -370,7 +370,7 @@ class Grammars:
             begin()
 
     async def _load(self) -> Any:
-        """Return the library's form of the tokenizer: a tree with the bytes of every token."""
+        """Return the tokenizer in the library's form, a tree with the bytes of every token."""
         tokenizer = await self._tokenizer()
         return await asyncio.to_thread(
             _guarded, lambda: _library_tokenizer(tokenizer, self._vocabulary, self._end_tokens)
@@ -378,7 +378,7 @@ class Grammars:
 
 
 def _check_work(text: str) -> None:
-    """Raise GrammarRefused for a grammar that needs much work to which llguidance's own limits do not apply."""
+    """Raise GrammarRefused for a grammar that causes much work outside llguidance's own limits."""
     expanded: float = sum(expanded_items(match[1]) for match in _REGEX_LINE.finditer(text))
     remainders, multiple = 0, 1
     decoder = json.JSONDecoder()
@@ -386,7 +386,7 @@ def _check_work(text: str) -> None:
         try:
             pending: list[Any] = [decoder.raw_decode(text, match.end())[0]]
         except (ValueError, RecursionError):
-            # This is not a schema but a part of a text, or it is a schema that the library refuses.
+            # This is part of a text and not a schema, or a schema that the library refuses.
             continue
         # Visit the values of all keywords, because a `$ref` may refer to any of them.
         while pending:
@@ -423,17 +423,17 @@ def _check_work(text: str) -> None:
 def expanded_items(regex: str, *, is_least: bool = False) -> float:
     """Return the number of characters of a regular expression with its repetitions written out; inf beyond the limit.
 
-    With `is_least`, count the minimum of each repetition and the longest alternative. After any beginning, a text can
-    then match the expression with at most this many further characters.
+    With `is_least`, count the minimum of each repetition, and the longest alternative. Any beginning of a match can
+    then be completed with at most this many characters.
 
-    The syntax is that of Rust's crate regex. For an invalid expression the result is arbitrary, because the library
+    The syntax is as in Rust's crate regex. For an invalid expression the result is arbitrary, because the library
     refuses it.
     """
     if _VERBOSE.search(regex):
         raise _refused("a regular expression must not have the flag x")
-    # `outer` has, for each open group from the outermost on, the characters before it, and those of the longest
-    # alternative so far in the group around it. `total` counts the characters of the current group, and `last` those of
-    # the part that a repetition would repeat.
+    # For each open group, from the outermost on, `outer` has the number of characters before it, and of the longest
+    # alternative so far in the group around it. `total` counts the characters of the current group, and `last` the
+    # characters of the part that a repetition would repeat.
     outer: list[tuple[int, int]] = []
     total = last = depth = longest = 0
     for match in _REGEX_PART.finditer(regex):
@@ -517,15 +517,15 @@ def _mask(matcher: Any, words: int) -> NDArray[np.uint32]:
 
 
 def _check_matcher(matcher: Any) -> None:
-    """Raise GrammarRefused if a grammar can't be followed any more, LibraryPanicked if the library has panicked in it.
+    """Raise GrammarRefused if a grammar can no longer be followed, LibraryPanicked if the library has panicked in it.
 
-    The library catches panics of most calls. The matcher keeps the message, and refuses everything after it.
+    The library catches panics in most calls. The matcher then keeps the message, and refuses all later calls.
     """
     if not matcher.is_error():
         return
     error: str = matcher.get_error()
     if error.startswith(_PANIC):
-        # A backtrace follows, of some kilobytes.
+        # The rest is a backtrace of some kilobytes.
         raise LibraryPanicked(error.splitlines()[0])
     raise _refused(error)
 

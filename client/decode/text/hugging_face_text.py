@@ -1,4 +1,4 @@
-"""The tokenizer of a folder as transformers writes it, from tokenizer.json and tokenizer_config.json."""
+"""The tokenizer of a folder in transformers' format, from tokenizer.json and tokenizer_config.json."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -79,7 +79,7 @@ def folder_begin_token(folder: Path) -> int | None:
 def _tokenizer_members(path: Path) -> Members:
     """Return the members of a tokenizer.json. Its model's vocabulary and merges are not parsed.
 
-    To parse these would take a second, in which no other Python code of this process runs.
+    Parsing them would take a second, in which no other Python code of this process runs.
     """
     data = read_bytes(path, MAX_TOKENIZER_BYTES)
     try:
@@ -154,7 +154,7 @@ def _find_token(members: Members, text: str) -> int | None:
     if added:
         token = added[0].get("id")
     else:
-        # Rarely: a begin token is usually an added one.
+        # This is rare: a begin token is usually an added token.
         vocabulary = msgspec.json.decode(model.values["vocab"]) if model and "vocab" in model.values else None
         token = vocabulary.get(text) if isinstance(vocabulary, dict) else None
     return token if isinstance(token, int) else None
@@ -165,7 +165,7 @@ def _check_prefix_space(members: Members, settings: Members) -> None:
     expected = settings.values.get("add_prefix_space")
     if expected is None:
         return
-    # Search the nested sequences of steps for a step that prepends a space, which three kinds of steps can do.
+    # Search the nested sequences for a step that prepends a space. Three kinds of steps can do this.
     pending, adds_space = [members.values.get("pre_tokenizer"), members.values.get("normalizer")], False
     while pending:
         # Use a work list instead of recursion, because files may nest steps deeply.
@@ -197,7 +197,7 @@ def _settings(folder: Path) -> Members:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
-    """Add the tokens that are in the settings but not in tokenizer.json, as transformers does when it loads them."""
+    """Add the tokens that are in the settings but not in tokenizer.json, as transformers does."""
     # First add the tokens with a number. Each must get this number, or the model's embedding would not match.
     entries = settings.object("added_tokens_decoder")
     numbered = sorted((int(number), entry) for number, entry in (entries.values if entries else {}).items())
@@ -231,7 +231,7 @@ def _chat_template(folder: Path, members: Members) -> ChatTemplate | None:
     if path.exists():
         source = _text(read_bytes(path, MAX_JSON_BYTES), path)
     elif isinstance(source, list):
-        # There are several named templates. A plain chat uses the one named "default".
+        # There are several named templates. A plain chat uses the template named "default".
         templates = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         path, source = folder / SETTINGS, templates.get("default")
     if source is None:
@@ -245,7 +245,7 @@ def _chat_template(folder: Path, members: Members) -> ChatTemplate | None:
 
 
 def _token_text(value: Any) -> str:
-    """Return a special token's text, which is in an object in older files; "" for other values."""
+    """Return a special token's text, which older files have in an object; "" for other values."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 

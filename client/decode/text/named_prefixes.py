@@ -1,4 +1,4 @@
-"""Prefixes that an operator shares by name: how their texts become tokens."""
+"""Prefixes that an operator shares by name, and how their texts become tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class NamedPrefix:
     Attributes:
         name: Its name.
         text: The text with which prompts of completions begin; "" if the prefix is not a text.
-        system: The system message with which chats begin; "" if the prefix is not one.
+        system: The system message with which chats begin; "" if the prefix is not a system message.
         token_ids: The tokens; () if the prefix is not given as tokens.
     """
 
@@ -37,10 +37,10 @@ class NamedPrefix:
 
 
 def shared_prefixes(prefixes: Iterable[NamedPrefix], tokenizer: "Tokenizer", context: int) -> tuple[SharedPrefix, ...]:
-    """Return the prefixes with their tokens, read as prompts of a model with `context` positions are.
+    """Return the prefixes with their tokens, read like prompts for a model with `context` positions.
 
-    Raises ModelRejected, which names the prefix, for one that is too short or too long, or that the model's template
-    refuses.
+    Raises ModelRejected, which names the prefix, for a prefix that is too short or too long, or that the model's
+    template refuses.
     """
     reader = PromptReader(tokenizer, context)
     shared = []

@@ -1,7 +1,7 @@
-"""Turns a tenant's texts, chats and token lists into tokens. Refuses early a prompt that can't fit the context.
+"""Turns a tenant's texts, chats and token lists into tokens. Refuses a prompt that can't fit the context early.
 
-It runs in separate processes (text_processes.py), because a tokenizer may hold the interpreter's lock for seconds, and
-a chat template is a program.
+This runs in separate processes (text_processes.py), because a tokenizer may hold the interpreter's lock for seconds,
+and a chat template is a program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefus
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES: Final = 16 << 20
-"""Longest text or chat for any model, in bytes of UTF-8, so that copies of it can't fill the memory."""
+"""Longest text or chat for any model, in bytes of UTF-8, so that its copies can't fill the memory."""
 
 MAX_CHAT_DEPTH: Final = 32
 """Maximum depth of lists and objects in a message, so that recursion can't exhaust the stack."""
@@ -23,9 +23,9 @@ class Cut:
     """How a prompt with too many tokens is truncated.
 
     Attributes:
-        most: Maximum number of tokens that remain; None: as many as the context has room for in addition to the answer.
+        most: Maximum number of tokens that remain; None: as many as fit in the context together with the answer.
         answer_tokens: Maximum number of tokens of the answer.
-        keeps_begin: Whether the beginning remains, rather than the end.
+        keeps_begin: Whether the prompt's beginning remains, rather than its end.
     """
 
     most: int | None
@@ -88,13 +88,13 @@ class PromptReader:
     ) -> list[int]:
         """Put a chat into the model's template, and tokenize the result.
 
-        If `begins`, the prompt begins with one begin token; None: if the tokenizer's files say so. If `continues`, the
+        If `begins`, the prompt begins with one begin token; None: as the tokenizer's files say. If `continues`, the
         prompt ends with the last message's content.
 
         Raises AdmissionRefused for a chat that can't fit, RequestRejected for a chat that the template refuses.
         """
-        # Check the size before the template runs. Leave out roles, which are short, and names of members, which are not
-        # part of the prompt.
+        # Check the size before the template runs. Do not count roles, which are short, and names of members, which are
+        # not part of the prompt.
         texts = [[value for name, value in message.items() if name != "role"] for message in messages]
         self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat", cut)
         tokenizer = self._tokenizer
@@ -106,8 +106,9 @@ class PromptReader:
     def read_word(self, word: str) -> list[tuple[int, ...]]:
         """Return the sequences of tokens that stand for a word, as in vLLM's `bad_words`.
 
-        The first is the word at the beginning of a text. The second is the word after a space, if that has the same
-        number of tokens and another first token. Raises RequestRejected for a word that is not valid Unicode.
+        The first stands for the word at the beginning of a text. The second stands for the word after a space, if it
+        has the same number of tokens and another first token. Raises RequestRejected for a word that is not valid
+        Unicode.
         """
         plain, spaced = (tuple(self._tokenizer.encode(space + word.lstrip(), begins=False)) for space in ("", " "))
         is_other = plain[:1] != spaced[:1] and len(plain) == len(spaced)
@@ -153,5 +154,5 @@ def _bytes_in(value: Any, depth: int) -> int:
 
 
 def _text_bytes(text: str) -> int:
-    # The tokenizer refuses unpaired surrogates later; here they only need a size.
+    # The tokenizer refuses unpaired surrogates later; here they need only a size.
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

@@ -24,7 +24,7 @@ class TenantTurns(Generic[Job]):
         queue.appendleft(job) if is_first else queue.append(job)
 
     def drop(self, tenant_id: str, job: Job) -> None:
-        """Remove a waiting job. Has no effect on a job that does not wait."""
+        """Remove a waiting job. Does nothing if the job does not wait."""
         queue = self._queues.get(tenant_id, deque())
         if job in queue:
             queue.remove(job)

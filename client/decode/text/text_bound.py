@@ -1,4 +1,4 @@
-"""The maximum number of bytes of a text that one token can stand for, by which a text that can't fit is refused early.
+"""The maximum number of bytes of a text that one token can stand for. With it, a text that can't fit is refused early.
 
 `most_bytes_per_token` returns M such that a text of B bytes in UTF-8 that the tokenizer cuts into n tokens has
 B <= n * M; or None if no such M is known. Each step of the library, in its order, has a bound:
@@ -34,7 +34,7 @@ NFC_SHRINKS: Final = 4
 """Maximum ratio of a text's bytes to those of its NFC: 3.5, for U+1FBE U+0308 U+0301, rounded up."""
 
 _CUTTING: Final = frozenset({"ByteLevel", "Digits", "Metaspace"})
-"""Pre-tokenizers that cut or replace, but never drop a part of a text."""
+"""Pre-tokenizers that may cut or replace parts of a text, but never drop any."""
 
 _BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
@@ -91,19 +91,19 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _drops_nothing(cut: dict[str, Any]) -> bool:
-    # These drop the separator if their behaviour is "Removed".
+    # These two drop the separator if their behaviour is "Removed".
     if cut["type"] in ("Split", "Punctuation"):
         return bool(cut["behavior"] != "Removed")
     return cut["type"] in _CUTTING
 
 
 def _longest_entry(library: tokenizers.Tokenizer, *, is_byte_level: bool) -> int | None:
-    """Return how many bytes an entry of the vocabulary stands for at most; None if step 4 has no bound."""
+    """Return the most bytes that an entry of the vocabulary stands for; None if step 4 has no bound."""
     model = library.model
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     vocabulary = library.get_vocab(with_added_tokens=False)
-    # Each character of the text is one byte.
+    # Each character of an entry stands for one byte.
     if is_byte_level:
         return max(map(len, vocabulary)) if LETTERS.keys() <= vocabulary.keys() else None
     if model.byte_fallback and all(token in vocabulary for token in _BYTE_TOKENS):

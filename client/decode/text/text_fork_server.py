@@ -2,11 +2,11 @@
 
     python -m gpulease.client.decode.text.text_fork_server CONTROL TOKENIZER
 
-CONTROL is the number of a descriptor, a socket of packets. First the server sends {"ready": true}, or {"rejected":
-text} and exits. Then it receives {"fork": number} with a socket for the new worker, and {"kill": number}. It replies
+CONTROL is the descriptor's number of a socket of packets. First the server sends {"ready": true}, or {"rejected": text}
+and exits. Then it receives {"fork": number} with a socket for the new worker, and {"kill": number}. It replies
 {"forked": number} or {"failed": number, "why": text}, and sends {"ended": number, "status": status}, with waitpid's
-status, when a worker has ended. When the socket is closed, it kills its workers and exits. TOKENIZER is the number of a
-descriptor of a file with `Tokenizer.values`, the context and the limits.
+status, when a worker has ended. When the socket is closed, it kills its workers and exits. TOKENIZER is the
+descriptor's number of a file with `Tokenizer.values`, the context and the limits.
 
 The server never opens CUDA, never reads a tenant's text, and runs a single thread, so it may fork at any time.
 """
@@ -43,10 +43,10 @@ MAX_PACKET_BYTES: Final = 4096
 """Maximum number of bytes of a packet that CONTROL receives."""
 
 MAX_ERROR_CHARACTERS: Final = 600
-"""Maximum number of characters of an error in a packet, where JSON may take 6 bytes for each."""
+"""Maximum number of characters of an error in a packet, where each may take 6 bytes of JSON."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Maximum number of bytes by which a worker's memory may have grown after a job. If it has grown more, the worker is
+"""Maximum number of bytes by which a worker's memory may have grown after a job. A worker that has grown more is
 replaced."""
 
 MAX_TRACEBACK_CHARACTERS: Final = 4000
@@ -61,8 +61,8 @@ PR_SET_PDEATHSIG: Final = 1
 
 def main(control_fd: int, tokenizer_fd: int) -> None:
     """Serve until CONTROL's other end is closed."""
-    # A terminal or a service manager signals the whole process group, but the decode server must finish its replies
-    # before it ends this process.
+    # A terminal or a service manager signals the whole process group. The decode server must finish its replies before
+    # it ends this process, so ignore the signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The decode server reloads its settings on SIGHUP, which may also be sent to the whole group.
@@ -76,8 +76,8 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
         control.send(json.dumps({"rejected": str(error)[:MAX_ERROR_CHARACTERS]}).encode())
         return
     del values
-    # Exempt all existing objects from garbage collection, which would write to their pages, so that these would no
-    # longer be shared with the workers.
+    # Exempt all existing objects from garbage collection. It would write to their pages, which would then no longer be
+    # shared with the workers.
     gc.collect()
     gc.freeze()
     control.send(b'{"ready": true}')
@@ -129,8 +129,8 @@ class _ForkServer:
             return False
         request = json.loads(packet)
         if "kill" in request:
-            # The pid can't belong to another process: it may be reused only after waitpid, and then it is not listed
-            # here any more.
+            # The pid can't belong to another process: it may be reused only after waitpid, and then it is no longer
+            # listed here.
             for pid in [pid for pid, number in self._numbers.items() if number == request["kill"]]:
                 os.kill(pid, signal.SIGKILL)
             return True
@@ -157,7 +157,7 @@ class _ForkServer:
 
 
 def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server: int) -> NoReturn:
-    """Do jobs in a newly forked worker until its socket is closed. Exits the process, and never returns."""
+    """Do jobs in a newly forked worker until its socket is closed. Then exits the process, and never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -169,7 +169,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
             # Set the limits before reading anything of a tenant.
             max_kept_bytes = _confine(limits)
             while job := _receive(jobs):
-                # Give each job the same CPU time, however much earlier jobs have used.
+                # Give each job the same CPU time, however much earlier jobs used.
                 _give_processor_time(limits)
                 answer = _answer(reader, unpacked(job))
                 del job
@@ -188,7 +188,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
 
 
 def _confine(limits: TextLimits) -> int:
-    """Set the limits that apply until the worker ends. Returns the memory above which it is replaced after a job."""
+    """Set the limits that apply until the worker ends. Returns the memory in bytes above which it is replaced."""
     # A failure is not fatal, because a container may forbid this.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
         score.write(OUT_OF_MEMORY_SCORE)
@@ -215,7 +215,7 @@ def _give_processor_time(limits: TextLimits) -> None:
 
 
 def _memory_bytes() -> int:
-    """Return the size of this process's address space, which RLIMIT_AS limits."""
+    """Return the bytes of this process's address space, which RLIMIT_AS limits."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
@@ -230,7 +230,7 @@ def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
             return call(reader, **job["arguments"])
     except RequestRejected as error:
         return refusal(error)
-    # What the library has kept of the job may be broken, and with it this process.
+    # The library may have kept broken state of the job, which could break later jobs of this process.
     except LibraryPanicked as error:
         return {"failed": "panic", "said": error.message[:MAX_TRACEBACK_CHARACTERS]}
     except MemoryError:

@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.prompt_reader import PromptReader
 
 Job = Callable[..., dict[str, Any]]
-"""A module's function that implements a job: it takes a PromptReader and named arguments, and returns the answer."""
+"""A module's function that does a job: it takes a PromptReader and named arguments, and returns the answer."""
 
 LENGTH: Final = struct.Struct("<I")
 
 MAX_JOB_BYTES: Final = 24 << 20
-"""Maximum size of a job in bytes: the longest text or chat, and the names in it. It limits the memory of waiting
-jobs."""
+"""Maximum size of a job in bytes: the longest text or chat, and its names. This limits the memory of waiting jobs."""
 
 MAX_ANSWER_BYTES: Final = 16 << 20
-"""Maximum size of an answer in bytes: the tokens of the largest context, 4 bytes each, and the other results. It limits
-the memory that a worker out of control can take in the server."""
+"""Maximum size of an answer in bytes: the tokens of the largest context, 4 bytes each, and the other results. This
+limits the memory that a worker out of control can take in the server."""
 
 NO_TOKEN: Final = -1
 """Replaces a token id that no vocabulary can contain. The scheduler refuses it."""
@@ -80,7 +79,7 @@ def unpacked_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as msgpack. Raises TypeError, ValueError or OverflowError for a value that it can't represent."""
+    """A value as msgpack. Raises TypeError, ValueError or OverflowError for a value that msgpack can't represent."""
     # JSON allows unpaired surrogates, so a tenant's text may contain them; the tokenizer refuses them later.
     data: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return data

@@ -1,8 +1,8 @@
 """Reads tenants' texts in worker processes. Tenants take turns, each job has limits, and a worker may die.
 
 A tokenizer holds the interpreter's lock for a time that grows with the text, and a chat template is a program that can
-use up all memory. In the process of the step loop, either would stop every tenant's tokens. If a job exceeds a limit,
-its request is refused and its worker is replaced. Other jobs are not affected.
+use up all memory. In the step loop's process, either would stop every tenant's tokens. If a job exceeds a limit, its
+request is refused and its worker is replaced. Other jobs are not affected.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_WAIT_S: Final = 30.0
-"""Seconds that a text may wait for a process. All processes may be busy with texts that use up their CPU time."""
+"""Seconds that a text may wait for a process. All processes may be busy with texts that use all of their CPU time."""
 
 MAX_TRIES: Final = 2
-"""Maximum number of tries to read a text if its process ended without exceeding a limit. Something else may have killed
-the process."""
+"""Maximum number of tries to read a text whose process ended without exceeding a limit: something else may have killed
+it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +47,7 @@ class _Job:
 class TextProcesses:
     """A fork server and its workers. `of` starts them, `stop` ends them.
 
-    One tenant can occupy all workers but one, so that another tenant's text does not wait for it.
+    One tenant can occupy all workers but one, so another tenant's text need not wait for that tenant.
 
     Attributes:
         replaced: Number of workers that were replaced because a job exceeded a limit, or because they ended.
@@ -86,7 +86,7 @@ class TextProcesses:
 
         Args:
             tenant_id: The tenant to which the text belongs.
-            job: The function, which the worker imports by name.
+            job: The job's function, which the worker imports by name.
             arguments: Its named arguments, of types that msgpack supports.
 
         Raises TextNotRead if reading the text exceeds a limit, AdmissionRefused if the text can't fit or no process
@@ -116,7 +116,7 @@ class TextProcesses:
         finally:
             self._turns.drop(tenant_id, waiting)
             if not waiting.answer.cancel() and not waiting.answer.cancelled():
-                waiting.answer.exception()  # Retrieve an error that arrived just as the caller gave up.
+                waiting.answer.exception()  # Retrieve an error that arrived as the caller gave up.
         if "refused" in answer:
             raise refused(answer)
         return answer
@@ -147,7 +147,7 @@ class TextProcesses:
             while (job := self._turns.take()) is None:
                 self._wake.clear()
                 await self._wake.wait()
-            # From here on the job's own limits apply, and not MAX_WAIT_S.
+            # From here on the job's own limits apply, not MAX_WAIT_S.
             job.is_started = True
             try:
                 # The caller may have been cancelled while the job waited.
@@ -175,7 +175,7 @@ class TextProcesses:
     async def _do(self, worker: ForkedWorker | None, job: _Job) -> ForkedWorker | None:
         """Run a job. Returns the worker if it can run another job, otherwise None."""
         if worker is None or worker.ended.done() or job.tries:
-            # Use a new worker for a retry: whatever ended the first worker may have ended this one, too.
+            # Use a new worker for a retry: whatever ended the first worker may have harmed this one.
             self._drop(worker)
             worker = await self._fork()
         job.tries += 1
@@ -188,7 +188,7 @@ class TextProcesses:
             self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
             self._replace(worker)
             return None
-        # Normally there is an answer, which may be a refusal. It says whether the worker must be replaced.
+        # Normally there is an answer, perhaps a refusal. It tells whether the worker must be replaced.
         if answer is not None and "failed" not in answer:
             if not job.answer.done():
                 job.answer.set_result(answer)
@@ -219,7 +219,7 @@ class TextProcesses:
         # The kernel ends a worker with this signal if it exceeds its CPU time.
         if number == signal.SIGXCPU:
             self._refuse(job, f"takes more than {self._limits.processor_s} s of CPU time", "processor")
-        # Perhaps the kernel or an operator has killed the worker, so try again, first in the tenant's queue.
+        # Perhaps the kernel or an operator killed the worker, so try again, at the front of the tenant's queue.
         elif job.tries < MAX_TRIES:
             self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
             job.is_started = False
@@ -243,7 +243,7 @@ class TextProcesses:
             self._server.kill(worker)
 
     async def _fork(self) -> ForkedWorker:
-        """Fork a worker, from a new fork server if the last one has ended. Raises TextProcessesFailed."""
+        """Fork a worker, if necessary from a new fork server. Raises TextProcessesFailed."""
         try:
             return await (await self._running_server()).fork()
         except OSError as error:
@@ -260,7 +260,7 @@ class TextProcesses:
 
 
 def _tokenizer_file(tokenizer: Tokenizer, context: int, limits: TextLimits) -> int:
-    """Write a fork server's input to a file in memory, once, so that a replacement starts without the loop's help.
+    """Write a fork server's input to a file in memory, once, so that a replacement needs no work of the event loop.
 
     Returns the file's descriptor.
     """

@@ -1,6 +1,6 @@
 """The keys of tokenizer.json and tokenizer_config.json, and the effect of each.
 
-The lists are those of the `tokenizers` library's file and of transformers' PreTrainedTokenizerBase, TokenizersBackend
+The keys are those in the `tokenizers` library's file, and in transformers' PreTrainedTokenizerBase, TokenizersBackend
 (PreTrainedTokenizerFast), LlamaTokenizer and Qwen2Tokenizer.
 """
 
@@ -50,7 +50,7 @@ SETTINGS_KEYS: Final[KeyTable] = {
     **refused("the engine takes names of special tokens as those", {"split_special_tokens": (False,)}),
     **refused("the engine cuts texts by tokenizer.json", {"fix_mistral_regex": (False,), "do_lower_case": (False,)}),
     **no_effect(
-        # How transformers truncates, pads and names its outputs, if the caller requests it.
+        # How transformers truncates, pads and names its outputs at the caller's request.
         "model_max_length",
         "max_len",
         "max_length",

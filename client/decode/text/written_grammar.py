@@ -487,7 +487,7 @@ class _Grammar:
 def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> float:
     """Return the number of characters of a part, with its alternatives and repetitions written out.
 
-    With `is_least`, return only that of its longest alternative, with the fewest repetitions.
+    With `is_least`, count only its longest alternative, with the fewest repetitions.
     """
     match part:
         case Lexeme():
@@ -502,7 +502,8 @@ def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> flo
             return max(sizes) if is_least else sum(sizes, 0.0)
         case Repeat():
             times = part.least if is_least else max(part.least, part.most or 0)
-            # As floats, which become inf: terminals that multiply one another have integers of thousands of digits.
+            # Use floats, which become inf: with integers, terminals that multiply one another would have thousands of
+            # digits.
             return float(max(times, 1)) * _size(part.part, of, is_least=is_least)
 
 
@@ -526,7 +527,7 @@ def _lexemes(part: Part) -> Iterator[Lexeme]:
 
 
 def _has_end(part: Part, ended: Collection[str]) -> bool:
-    """Return whether a part has a finite text, if just the names in `ended` have one."""
+    """Return whether a part has a finite text, if only the names in `ended` have one."""
     match part:
         case Lexeme():
             return True
@@ -557,7 +558,7 @@ def _written(part: Part, names: Mapping[str, str]) -> str:
 
 
 def _is_terminal(name: str) -> bool:
-    """Return whether a name of Lark is a terminal's: its first letter is a capital."""
+    """Return whether a name in Lark is a terminal's, so whether its first letter is a capital."""
     return name.lstrip("_")[:1].isupper()
 
 
