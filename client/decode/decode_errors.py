@@ -177,8 +177,7 @@ class EngineDecodeFailed(DecodeError):
 
 
 class RequestBreaksEngine(EngineDecodeFailed):
-    """The engine failed while it computed this request alone. It will not compute the request again; do not repeat
-    it."""
+    """The engine failed while it computed this request alone. It is not computed again; do not repeat it."""
 
 
 def decoder_closed() -> NoModelLoaded:
