@@ -31,9 +31,18 @@ from gpulease.daemon.broker.tls_frontend import TlsFrontend
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.broker.web_actions import WebActionRunner
 from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
-from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
+from gpulease.daemon.config.settings import (
+    Config,
+    ConfigError,
+    OnStop,
+    changed_hands,
+    check_devices,
+    check_park_memory,
+    check_worker_user,
+)
 from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
+from gpulease.daemon.host.memory_limit import memory_limit
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
@@ -118,9 +127,10 @@ async def running_service(config: Config, sockets: Sequence[GivenSocket] = ()) -
         facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("this host has no card", hint="Start with --driver cpu to emulate one.")
-        # Refuse settings that name missing cards or users now, before workers start.
+        # Refuse settings that need cards, users or memory that this host does not have now, before workers start.
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
         _check_worker_user(config)
+        _check_park_memory(config)
         await _start_workers(workers, state, source)
         # Only now is there a zygote, which forks the workers that are measured.
         cards = await _measure(source, facts, workers, state.journal)
@@ -566,6 +576,13 @@ def _check_worker_user(config: Config) -> None:
         return
     try:
         check_worker_user(config.worker_user)
+    except ValueError as error:
+        raise ConfigError(f"setting {error}") from None
+
+
+def _check_park_memory(config: Config) -> None:
+    try:
+        check_park_memory(config.limits, memory_limit())
     except ValueError as error:
         raise ConfigError(f"setting {error}") from None
 

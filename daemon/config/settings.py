@@ -19,6 +19,7 @@ from gpulease.daemon.drivers.interface import ONE_BY_ONE
 from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
 from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.daemon.host.cannot_start import Misconfigured
+from gpulease.daemon.host.memory_limit import MemoryLimit
 from gpulease.daemon.leases import Card, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
@@ -47,6 +48,7 @@ from gpulease.protocol.settings_reader import (
     read_texts,
     read_values,
 )
+from gpulease.protocol.sizes import size_text
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
@@ -745,6 +747,15 @@ def check_worker_user(name: str) -> None:
         ) from None
     if user.pw_uid == 0:
         raise ValueError(f"worker_user: {name!r} is root; name a user without rights")
+
+
+def check_park_memory(limits: CoreLimits, most: MemoryLimit) -> None:
+    """Check that the bytes which sessions may park fit into memory. Raises ValueError."""
+    if limits.park_memory_bytes > most.size_bytes:
+        raise ValueError(
+            f"limits.park_memory must be at most {size_text(most.size_bytes)}, {most.source}, not "
+            f"{size_text(limits.park_memory_bytes)}; leave some memory for the host's programs"
+        )
 
 
 def changed_hands(

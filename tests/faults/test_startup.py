@@ -112,6 +112,14 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path) -> None:
     check_sentence(output, "devices of 'default' contains '99'; the cards of this host are 0 .GPU-.*, 1")
 
 
+def test_more_memory_for_parked_sessions_than_the_host_has(tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text('[limits]\npark_memory = "1000TiB"\n')
+    status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
+    assert status == os.EX_CONFIG
+    check_sentence(output, "limits.park_memory must be at most .* GiB.*, not .*1024000.0 GiB")
+
+
 @pytest.mark.exhaustive
 def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"

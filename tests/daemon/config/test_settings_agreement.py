@@ -2,8 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.config.settings import ConfigError, check_devices, check_worker_user, load_config
-from gpulease.daemon.leases import Card
+from gpulease.daemon.config.settings import (
+    ConfigError,
+    check_devices,
+    check_park_memory,
+    check_worker_user,
+    load_config,
+)
+from gpulease.daemon.host.memory_limit import MemoryLimit
+from gpulease.daemon.leases import Card, CoreLimits
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
 TLS = '[tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
@@ -72,3 +79,13 @@ def test_workers_are_a_user_who_is_there_and_not_root() -> None:
     ):
         with pytest.raises(ValueError, match=f"worker_user: {said}"):
             check_worker_user(name)
+
+
+def test_parked_bytes_fit_into_the_hosts_memory() -> None:
+    most = MemoryLimit(64 << 30, "the limit in /sys/fs/cgroup/a/memory.max")
+    check_park_memory(CoreLimits(park_memory_bytes=64 << 30), most)
+    said = (
+        r"limits.park_memory must be at most 68719476736 bytes \(64.0 GiB\), the limit in /sys/.*max, not 68719476737"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_park_memory(CoreLimits(park_memory_bytes=(64 << 30) + 1), most)
