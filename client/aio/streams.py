@@ -62,8 +62,10 @@ class Stream(StreamHandle):
         return await undisturbed(drive(self.streams("event").record(self, Event)))
 
     async def close(self) -> None:
-        """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
-        # Do nothing if it is closed already.
+        """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it.
+
+        Does nothing if it is closed already, or if its session or lease is known here to have ended.
+        """
         if self.owner is not None:
             await undisturbed(drive(self.streams("close").destroy(self)))
 

@@ -274,6 +274,11 @@ class Attachment:
         return self.end is None and self.lease.remaining_s > 0
 
     @property
+    def is_closed(self) -> bool:
+        """True once this program has closed the session."""
+        return self.end is _CLOSED
+
+    @property
     def is_at_rest(self) -> bool:
         """True if the session is open, has nothing to free, records nothing, and awaits no reply."""
         link = self.channel.link

@@ -23,6 +23,7 @@ from gpulease.protocol.messages import GraphCreate
 from gpulease.protocol.opcodes import Flag
 
 _LAUNCH: Final = "launch of a graph"
+_BEING_RECORDED: Final = "is being recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,12 @@ class GraphHandle(Handle):
         self._graphs: Graphs
         self._contents: GraphContents | None = None
         self._args = b""
-        self._unusable_reason = "is being recorded"
+        self._unusable_reason = _BEING_RECORDED
+
+    @property
+    def is_closed(self) -> bool:
+        """True once it was closed, or its recording failed."""
+        return self.owner is None and self._unusable_reason != _BEING_RECORDED
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -220,4 +226,4 @@ class Graphs:
     def close(self, graph: GraphHandle) -> Procedure[None]:
         """Free a graph. Its queued launches still run to their end."""
         graph.lend_arrays()
-        yield from self._operations.free(graph, GraphHandle, "close")
+        yield from self._operations.free_unless_ended(graph, GraphHandle)

@@ -479,6 +479,11 @@ class RequestPipeline:
         self.check(handle, kind, operation)
         yield from self.do(operation, self._free(handle))
 
+    def free_unless_ended(self, handle: Handle, kind: type[Handle]) -> Procedure[None]:
+        """Do `free`, unless the handle is freed already, or its session or lease has ended, which freed it."""
+        if handle.owner is not None and self.attachment.end_failure is None:
+            yield from self.free(handle, kind, "close")
+
     def _free(self, handle: Handle) -> Procedure[None]:
         attachment = self.attachment
         op, number = handle._free_op, handle.handle

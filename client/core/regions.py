@@ -159,10 +159,11 @@ class RegionHandle(LeaseHandle):
         release = operations.ask(Opcode.REGION_RELEASE, HANDLE.pack(self.address_on_card))
         try:
             yield from operations.do("close", release)
-        except InvalidHandle as error:
+        except GpuLeaseError as error:
             # Raise only the failure of an earlier operation. If the worker can't release the addresses now, it does so
-            # when the last session ends, or in `reset`.
-            if error.failure.failed_request_id is not None:
+            # when the last session ends, or in `reset`. Another thread or task may have closed the session meanwhile.
+            is_refused = isinstance(error, InvalidHandle) and error.failure.failed_request_id is None
+            if not (is_refused or operations.attachment.is_closed):
                 raise
 
     def _await_launches(self) -> Procedure[None]:

@@ -144,7 +144,7 @@ class Streams:
         """Free a stream. Its queued work still runs, and its arrays stay lent until a sync."""
         if stream.handle == DEFAULT:
             raise InvalidRequest("close: the default stream can't be closed")
-        yield from self.operations.free(stream, StreamHandle, "close")
+        yield from self.operations.free_unless_ended(stream, StreamHandle)
 
     # --- order ---
 

@@ -44,7 +44,12 @@ class Graph(GraphHandle):
             return number if isinstance(number, int) else drive(number)
 
     def close(self) -> None:
-        """Free the graph now instead of with its last reference. Launches of it that have started run to their end."""
+        """Free the graph now instead of with its last reference. Launches of it that have started run to their end.
+
+        Does nothing if it is closed already, or if its session or lease is known here to have ended.
+        """
+        if self.is_closed:
+            return
         drive(self.graphs("close").close(self))
 
 

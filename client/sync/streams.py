@@ -68,8 +68,10 @@ class Stream(StreamHandle):
         return drive(self.streams("event").record(self, Event))
 
     def close(self) -> None:
-        """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
-        # Do nothing if it is closed already.
+        """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it.
+
+        Does nothing if it is closed already, or if its session or lease is known here to have ended.
+        """
         if self.owner is not None:
             drive(self.streams("close").destroy(self))
 
