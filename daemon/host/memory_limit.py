@@ -6,6 +6,7 @@ Control groups are described in the kernel's "Control Group v2" (memory.max) and
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,11 +36,9 @@ def _group_limits(proc: Path) -> Iterator[MemoryLimit]:
     for kind, mount, own in _memory_groups(proc):
         for group in (own, *own.parents):
             file = group / _LIMIT_FILES[kind]
-            try:
+            # "max" is no limit; the root of version 2 has no such file; a container may hide a group above its own.
+            with suppress(OSError, ValueError):
                 yield MemoryLimit(int(file.read_text()), f"the limit in {file}")
-            except (OSError, ValueError):
-                # "max" is no limit; the root of version 2 has no such file; a container may hide a group above its own.
-                pass
             if group == mount:
                 break
 
