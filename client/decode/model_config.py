@@ -201,7 +201,7 @@ class ModelConfig:
         return (self.turned_width or self.head_width) // 2
 
     def window(self, layer: int, positions: int) -> int | None:
-        """A layer's window; None if the layer has none, or if sequences of `positions` positions do not exceed it."""
+        """Return a layer's window; None if it has none, or if sequences of `positions` positions do not exceed it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= positions else window
 

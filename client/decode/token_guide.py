@@ -1,6 +1,6 @@
 """Changes to the logits of one request's next token: biases, penalties, and a mask of the tokens that may come next.
 
-A guide's state follows from the prompt and the emitted tokens alone, so a replay continues with the same choices.
+A guide's state depends only on the prompt and the emitted tokens, so a replay continues with the same choices.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpulease.client.decode.row_records import ENTRY, Rows
 
 _GROWTH: Final = 64
-"""Number of entries that a new guide has room for."""
+"""Number of entries for which a new guide has room."""
 
 
 class TokenMasks(Protocol):
@@ -29,7 +29,7 @@ class TokenMasks(Protocol):
     is_stepwise: bool
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
-        """Process the emitted token, and compute the next mask. `on_ready` is called when that is done."""
+        """Process the emitted token, and compute the next mask. `on_ready` is called when it is ready."""
 
 
 class TokenGuide:
@@ -52,7 +52,7 @@ class TokenGuide:
         end_tokens: Iterable[int] = (),
         masks: TokenMasks | None = None,
     ) -> None:
-        """Begin with no token emitted.
+        """Begin before any token is emitted.
 
         Args:
             prompt: The prompt's tokens, to which the repetition penalty also applies.
@@ -70,7 +70,7 @@ class TokenGuide:
         self._penalises = (repetition, presence, frequency) != (1.0, 0.0, 0.0)
         self._biases = dict(biases)
         self._entries: Rows = np.zeros(_GROWTH, ENTRY)
-        # The index of each token's entry. A token has at most one entry, because the kernel's lanes write in parallel.
+        # The index of each token's entry. A token has at most one, because the kernel's lanes write in parallel.
         self._places: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         for token, bias in self._biases.items():
@@ -84,7 +84,7 @@ class TokenGuide:
 
     @property
     def is_stepwise(self) -> bool:
-        """Whether the choice of a token depends on the previous one, which then must be known to plan the row."""
+        """Whether the choice of a token depends on the previous token, which must then be known to plan the row."""
         return self._penalises or (self.masks is not None and self.masks.is_stepwise)
 
     @property

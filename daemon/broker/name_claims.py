@@ -98,7 +98,7 @@ class FleetClaims(Protocol):
         """Request bytes of a quota, like `claim_name`."""
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """A lease's bytes to the quota, because the lease is completely over. Has no effect if the lease has none."""
+        """Return a lease's bytes to the quota, because it is completely over. Does nothing if the lease has none."""
 
 
 def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, holder: LeaseTerms | LeaseSnapshot) -> None:

@@ -85,7 +85,7 @@ class RegionViews:
         return tuple(number for number, region in regions.items() if region.state is not RegionState.RETURNED)
 
     def lease_ids_of(self, tenant: str | None) -> tuple[int, ...]:
-        """The ids of a tenant's live leases and of the leases that contain its regions; for None, of all leases."""
+        """Return the ids of a tenant's live leases and of leases that contain its regions; for None, of all leases."""
         live = self._store.live
         if tenant is None:
             return tuple(live)

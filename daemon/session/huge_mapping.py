@@ -81,7 +81,7 @@ class HugeMapping:
         return "" if error in (0, errno.EINVAL) else os.strerror(error)
 
     def give_back(self, start: int, size_bytes: int) -> None:
-        """A part's memory to the host now; where the kernel can't, the host gets it back once the file is closed."""
+        """Give a part's memory back to the host now or, where the kernel can't, when the file is closed."""
         advise_memory(self.address + start, size_bytes, _REMOVE)
 
     def close(self) -> None:

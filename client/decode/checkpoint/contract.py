@@ -28,10 +28,10 @@ class Checkpoint(Protocol):
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the model embeds a text; None if it can only generate text."""
+        """How the model turns a text into a vector; None if it can only generate text."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor with this name; names are those of Hugging Face's checkpoints."""
+        """Return the tensor with this name, as in Hugging Face's checkpoints."""
 
     def rotation(self, positions: int) -> Rotation:
         """Return the rotary embedding for an engine with sequences of up to `positions` positions."""
@@ -46,4 +46,4 @@ class Checkpoint(Protocol):
         """Return the model's tokenizer. Raises ModelRejected if it is missing, broken or of an unsupported kind."""
 
     def close(self) -> None:
-        """Close the files; afterwards no tensor can be read. Otherwise they are closed once nothing refers to them."""
+        """Close the files, after which no tensor can be read. Otherwise they close when nothing refers to them."""

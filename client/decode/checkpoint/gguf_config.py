@@ -34,7 +34,7 @@ def gguf_config(metadata: Members, vocabulary: int, is_tied: bool) -> ModelConfi
         vocabulary: Rows of the embedding.
         is_tied: Whether the file has no separate weights for the head.
     """
-    # The architecture comes first: it is also the prefix of the model's other keys.
+    # The architecture comes first, because it is the prefix of the model's other keys.
     name = metadata.text("general.architecture")
     if name not in GGUF_FAMILIES:
         allowed = f"general.architecture must be one of {', '.join(GGUF_FAMILIES)}"
@@ -46,14 +46,14 @@ def gguf_config(metadata: Members, vocabulary: int, is_tied: bool) -> ModelConfi
     width, heads = metadata.whole(f"{at}embedding_length"), metadata.whole(f"{at}attention.head_count")
     if f"{at}attention.key_length" not in metadata.values and (heads < 1 or width % heads):
         raise ModelRejected(f"{metadata.where}: embedding_length {width} must be a multiple of {heads} heads")
-    # The engine has one width for keys, values and rotation; a file that names others is refused.
+    # The engine has one width for keys, values and rotation. A file that names other widths is refused.
     head_width = metadata.whole(f"{at}attention.key_length", width // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if (value := metadata.whole(f"{at}{key}", head_width)) != head_width:
             raise ModelRejected(f"{metadata.where}: {at}{key} is {value}, and heads are {head_width} wide")
     inner_width, experts = metadata.whole(f"{at}feed_forward_length"), None
     if family is Family.QWEN3_MOE:
-        # llama.cpp's graph of this family has experts in every layer, with shares that add up to 1.
+        # In llama.cpp's graph of this family, every layer has experts, whose shares add up to 1.
         chosen = metadata.whole(f"{at}expert_used_count")
         width_of_one = metadata.whole(f"{at}expert_feed_forward_length", inner_width // max(chosen, 1))
         experts = Experts(metadata.whole(f"{at}expert_count"), chosen, width_of_one, is_normalised=True)
@@ -71,7 +71,7 @@ def gguf_config(metadata: Members, vocabulary: int, is_tied: bool) -> ModelConfi
         rope_theta=metadata.number(f"{at}rope.freq_base", DEFAULT_ROPE_THETA),
         norm_epsilon=metadata.number(f"{at}attention.layer_norm_rms_epsilon"),
         is_tied=is_tied,
-        # GGUF has no keys for these two: they follow from the family.
+        # GGUF has no keys for these two, which follow from the family.
         has_bias=family is Family.QWEN2,
         has_head_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
         begin_token=begin_token(metadata),
@@ -85,7 +85,7 @@ def gguf_config(metadata: Members, vocabulary: int, is_tied: bool) -> ModelConfi
 
 
 def _gemma_3(metadata: Members, at: str, config: ModelConfig) -> ModelConfig:
-    """Add the settings that llama.cpp's Gemma 3 has and other families lack."""
+    """Add the settings that only llama.cpp's Gemma 3 has."""
     window, pattern = (
         metadata.whole(f"{at}attention.sliding_window", 0),
         metadata.whole(f"{at}{PATTERN}", DEFAULT_PATTERN),
@@ -95,7 +95,7 @@ def _gemma_3(metadata: Members, at: str, config: ModelConfig) -> ModelConfig:
     windows: list[int | None] = []
     if window > 0 and 1 <= config.layers <= MAX_LAYERS:
         windows = [window if (layer + 1) % pattern else None for layer in range(config.layers)]
-    # The scaling is that of the layers without a window.
+    # The scaling applies to the layers without a window.
     kind = metadata.text(f"{at}rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise ModelRejected(f"{metadata.where}: {at}rope.scaling.type must be none or linear, not {quoted(kind)}")
@@ -104,7 +104,8 @@ def _gemma_3(metadata: Members, at: str, config: ModelConfig) -> ModelConfig:
         raise ModelRejected(
             f"{metadata.where}: {at}rope.scaling.factor must be at least 1, or 0 for none, not {factor}"
         )
-    # These files have no key for the divisor of attention scores. Only the 27B model's differs from the heads' width.
+    # These files have no key for the divisor of attention scores. Only in the 27B model does it differ from the heads'
+    # width.
     is_27b = config.layers == LAYERS_OF_27B
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""A model in one GGUF file, in the types and names of llama.cpp's converter."""
+"""A model in one GGUF file, with the types and names that llama.cpp's converter writes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,17 +46,17 @@ LAYER: Final = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-"""GGUF's names and Hugging Face's: of the model's own tensors, and of a layer's, after `blk.N.`."""
+"""GGUF's and Hugging Face's names of the model's own tensors, and of a layer's tensors, after `blk.N.`."""
 
 GEMMA_LAYER: Final = LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Like LAYER, but for Gemma 3. Its norms in GGUF files are the factors themselves."""
+"""Like LAYER, but for Gemma 3. In GGUF files, its norms are the factors themselves."""
 
 EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Tensors of a layer that contain the tensors of all its experts, one after the other, and the names for one expert."""
+"""Tensors of a layer that contain the tensors of all its experts, one after another, and the names for one expert."""
 
 PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 """Suffixes of the names of tensors that llama.cpp's converter reorders by rows, in Llama models."""
@@ -80,12 +80,12 @@ class GgufFile:
             raise ModelRejected(f"{path}: a layer's tensor is in it twice")
         if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
             raise ModelRejected(f"{path}: tensor token_embd.weight must be there, and a matrix")
-        # The metadata need not say the vocabulary's size or whether the head is tied; the tensors do.
+        # The metadata need not give the vocabulary's size, or whether the head is tied, but the tensors show both.
         self._metadata = Members(header.metadata, self.name)
         self.config = gguf_config(self._metadata, entries[EMBEDDING].shape[0], HEAD not in entries)
         self.pooling = gguf_pooling(self._metadata)
-        # Llama 3's scaling comes as a tensor, not as metadata. That tensor is not one of the model's weights. Gemma 3
-        # has metadata for its scaling, and `check_names` refuses the tensor.
+        # Llama 3's scaling is in a tensor, not in metadata. The tensor is not one of the model's weights. Gemma 3 has
+        # metadata for its scaling, and `check_names` refuses such a tensor.
         divisors = None if is_gemma else entries.pop(ROTARY_DIVISORS, None)
         self._split_experts(entries)
         check_names(self.config, entries, self.name)
@@ -93,11 +93,11 @@ class GgufFile:
         self._rotation = rotation_of(self.config, 1) if divisors is None else Rotation(self._divisors_of(divisors))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model. Raises KeyError for a name that it does not have."""
+        """Return a tensor of the model. Raises KeyError for a name that the model does not have."""
         return self._tensors[name]
 
     def rotation(self, positions: int) -> Rotation:
-        """Return how positions turn heads: by the file's divisors or factor, whatever the `positions`."""
+        """Return how positions rotate heads: by the file's divisors or factor, whatever `positions` is."""
         return self._rotation
 
     def sha256(self) -> str:
@@ -109,7 +109,7 @@ class GgufFile:
         return gguf_tokenizer(used_members(self._metadata, GGUF_KEYS[self.config.family]), self.config.begin_token)
 
     def close(self) -> None:
-        """Close the file: no tensor can be read any more."""
+        """Close the file, after which no tensor can be read."""
         self._file.close()
 
     def _split_experts(self, entries: dict[str, GgufTensor]) -> None:
@@ -127,7 +127,7 @@ class GgufFile:
                         f"{self.name}: tensor {name} must have {count} matrices, not the shape {list(entry.shape)}"
                     )
                 rows, columns = entry.shape[1:]
-                # A type that is not read is refused with the first expert's tensor.
+                # An unsupported type is refused with the first expert's tensor.
                 label = f"{self.name}: tensor {name}"
                 size_bytes = 0 if entry.kind is None else rows * row_bytes(entry.kind, columns, label)
                 for expert in range(count):
@@ -147,22 +147,22 @@ class GgufFile:
     def _tensor(self, name: str, entry: GgufTensor, shape: tuple[int, ...]) -> Tensor:
         check_shape(self.config, name, entry.shape, shape, self.name)
         if entry.kind is None:
-            # The header check accepts unknown types, so that the error names the tensor that has one.
+            # The header's check accepts unknown types, so that this error can name the tensor.
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
             label = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
             raise ModelRejected(f"{self.name}: {label}; the engine reads {', '.join(TYPES.values())}")
         rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, shape[-1], f"{self.name}: tensor {name}"))
         # The converter permutes only Llama's q and k; for Qwen, ggml rotates halves as Hugging Face does.
         if self.config.family is Family.LLAMA and name.endswith(PERMUTED):
-            # In each head, it writes rows i and i + half next to each other, because ggml rotates adjacent pairs
-            # (LlamaModel.permute).
+            # In each head, the converter writes rows i and i + half next to each other, because ggml rotates adjacent
+            # pairs (LlamaModel.permute).
             order = np.arange(self.config.head_width).reshape(-1, 2).T.ravel()
             return Tensor(name, shape, entry.kind, reordered_heads(rows, order))
         return Tensor(name, shape, entry.kind, rows)
 
 
 def _canonical(name: str, parts: Mapping[str, str]) -> str:
-    """Return a tensor's name in Hugging Face's checkpoints; its GGUF name if it has no name there."""
+    """Return a tensor's name in Hugging Face's checkpoints, or its GGUF name if it has none there."""
     if name in TOP:
         return TOP[name]
     # blk.N.PART.weight or blk.N.PART.bias; other names stay, and `check_names` refuses them.

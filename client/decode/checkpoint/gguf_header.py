@@ -1,8 +1,8 @@
 """The header of a GGUF file: its metadata, and the places of its tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` library's own reader takes seconds for
-a vocabulary, and does not end on a list that is longer than the file. Here every count is compared with the remaining
-bytes before memory is allocated for it.
+a vocabulary, and never ends if a list is longer than the file. Here every count is compared with the remaining bytes
+before memory is allocated for it.
 """
 
 import mmap
@@ -19,11 +19,11 @@ from gpulease.client.texts import quoted
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
-"""Versions that are read. Version 1 had 32-bit counts, and big-endian files have another number here."""
+"""Supported versions. Version 1 had 32-bit counts, and big-endian files have another number here."""
 
 MAX_ITEMS: Final = 4 << 20
-"""Maximum number of items in all lists of a file together, so that a file of empty texts can't fill the host's memory
-with Python objects. The largest vocabularies have about 700,000 tokens and merges."""
+"""Maximum number of items in all lists of a file together. Without it, a file of empty texts could fill the host's
+memory with Python objects. The largest vocabularies have about 700,000 tokens and merges."""
 
 MAX_PAIRS: Final = 4096
 """Maximum number of keys of metadata that a file may have."""
@@ -38,7 +38,7 @@ STRING: Final = 8
 LIST: Final = 9
 SCALARS: Final = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
                   12: "<f8"}  # fmt: skip
-"""Types of metadata values by GGUF's numbers, except texts and lists."""
+"""The types of metadata values, except texts and lists, by GGUF's numbers."""
 
 TYPES: Final = {
     0: TensorType.F32,
@@ -51,7 +51,7 @@ TYPES: Final = {
     14: TensorType.Q6_K,
     30: TensorType.BF16,
 }
-"""The types of tensors that are read, by GGML's numbers."""
+"""The supported types of tensors, by GGML's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class GgufTensor:
 
     Attributes:
         shape: Rows, then columns; the file has them in reverse order.
-        kind: Its type; None for one that is not supported.
+        kind: Its type; None if it is not supported.
         kind_number: GGML's number of its type.
-        offset: Where its first byte is in the file.
+        offset: The offset of its first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class GgufHeader:
 
 
 def gguf_header(mapped: mmap.mmap, path: Path) -> GgufHeader:
-    """Return the header, after a check that all tensors are inside the file. Raises ModelRejected."""
+    """Return the header, after checking that all tensors are inside the file. Raises ModelRejected."""
     try:
         return _Reader(mapped, path).header()
     except UnicodeDecodeError as error:
@@ -100,7 +100,7 @@ class _Reader:
         self._items = 0
 
     def header(self) -> GgufHeader:
-        # Step 1: magic, version and counts, which are bounded before anything is read by them.
+        # Step 1: magic, version and counts. The counts are bounded before they are used.
         magic = self._read(4, "its first bytes")
         if magic != MAGIC:
             raise ModelRejected(f"{self._path}: a GGUF file must begin with {MAGIC!r}, not {magic!r}")
@@ -119,7 +119,7 @@ class _Reader:
         entries = dict(self._tensor() for _ in range(tensors))
         if len(entries) < tensors:
             raise ModelRejected(f"{self._path}: broken: a tensor is in it twice")
-        # Step 3: tensors' offsets count from the end of the header, rounded up to the alignment.
+        # Step 3: the tensors' offsets, which count from the end of the header, rounded up to the alignment.
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step & (step - 1) or step > len(self._mapped):
             raise ModelRejected(f"{self._path}: general.alignment must be a power of two, not {quoted(str(step))}")
@@ -129,7 +129,7 @@ class _Reader:
     def _placed(self, name: str, entry: GgufTensor, begin: int) -> GgufTensor:
         offset = begin + entry.offset
         if entry.kind is not None:
-            # Python's integers do not overflow, so a hostile shape can't wrap around to a small size.
+            # Python's integers do not overflow, so the size of a hostile shape can't wrap around to a small number.
             rows = 1
             for size in entry.shape[:-1]:
                 rows *= size
@@ -196,6 +196,6 @@ class _Reader:
                 f"{self._path}: truncated: {size:,} bytes of {quoted(label)} from byte {self._at:,} on; the file ends"
                 f" at {len(self._mapped):,}"
             )
-        # Slicing a map copies the bytes, so nothing refers to the file afterwards.
+        # Slicing a mapping copies the bytes, so nothing refers to the file afterwards.
         self._at += size
         return self._mapped[self._at - size : self._at]

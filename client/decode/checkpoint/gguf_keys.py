@@ -1,7 +1,7 @@
 """The keys of a GGUF file's metadata, and the effect of each.
 
-The list is llama.cpp's (LLM_KV_NAMES in llama-arch.cpp): the keys that load_hparams and llama-vocab.cpp read for these
-families, and those that make other architectures compute differently.
+The list comes from llama.cpp (LLM_KV_NAMES in llama-arch.cpp): the keys that load_hparams and llama-vocab.cpp read for
+these families, and keys that make other architectures compute differently.
 """
 
 from typing import Final
@@ -58,7 +58,7 @@ _TOKENIZER: Final[KeyTable] = {
         "tokenizer.ggml.prefix_token_id",
         "tokenizer.ggml.suffix_token_id",
         "tokenizer.ggml.middle_token_id",
-        # Read only for kinds of vocabularies that are refused.
+        # Read only for refused kinds of vocabularies.
         "tokenizer.ggml.token_type_count",
         "tokenizer.ggml.remove_extra_whitespaces",
         "tokenizer.ggml.precompiled_charsmap",
@@ -133,7 +133,7 @@ _ARCHITECTURE: Final[KeyTable] = {
         # For models that embed texts; checkpoint/pooling.py reads the first one.
         "pooling_type",
         "embedding_length_out",
-        # Details of norms, windows, experts and scaling, each of which has effect only with a key that is refused
+        # Details of norms, windows, experts and scaling. Each has an effect only together with a key that is refused
         # above.
         "attention.layer_norm_epsilon",
         "attention.sliding_window_pattern",
@@ -158,7 +158,7 @@ _WITH_EXPERTS: Final[KeyTable] = {
     **_ARCHITECTURE,
     **used("expert_count", "expert_used_count", "expert_feed_forward_length"),
 }
-"""Keys of a family with experts. llama.cpp's Qwen3-MoE reads no key for the experts' gate or their shares."""
+"""Keys of a family with experts. llama.cpp's Qwen3-MoE reads no key for the experts' gate or shares."""
 
 _WITH_WINDOWS: Final[KeyTable] = {
     **_ARCHITECTURE,

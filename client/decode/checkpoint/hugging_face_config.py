@@ -1,4 +1,4 @@
-"""The shape of a model from its config.json, as transformers' configs of its families read it."""
+"""The shape of a model from its config.json, read like transformers' configs of its families."""
 
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ TYPES: Final[dict[str, tuple[Family, str]]] = {
     GEMMA3_TEXT: (Family.GEMMA3, "Gemma3ForCausalLM"),
     GEMMA3_IMAGES: (Family.GEMMA3, "Gemma3ForConditionalGeneration"),
 }
-"""The family of each `model_type`, and the class that config.json names for it."""
+"""For each `model_type`, the family, and the class that config.json names."""
 
 DEFAULT_NORM_EPSILON: Final = 1e-6
 PHI3_NORM_EPSILON: Final = 1e-5
@@ -47,7 +47,8 @@ GEMMA3_TEXT_DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
 }
-"""Defaults of members that all files of other families have. A Gemma 3 with images omits its class's defaults."""
+"""Defaults of members that all files of other families contain. Files of a Gemma 3 with images omit its class's
+defaults."""
 
 GEMMA3_END_TOKEN: Final = 1
 GEMMA3_SCORE_DIVISOR: Final = 256.0
@@ -70,13 +71,13 @@ def hugging_face_config(members: Members, generation: Members | None, begin_toke
         generation: The members of generation_config.json, which names more end tokens; None without such a file.
         begin_token: The token that the tokenizer puts before a prompt.
     """
-    # The family decides which table of keys applies, so it is read first.
+    # Read the type first, because it decides which table of keys applies.
     kind = _model_type(members)
     if kind == GEMMA3_IMAGES:
         members, kind = _text_config(members), GEMMA3_TEXT
     family = TYPES[kind][0]
     members = used_members(members, CONFIG_KEYS[kind])
-    # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
+    # The head width is named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
     width, heads = members.whole("hidden_size"), members.whole("num_attention_heads")
     head_width = members.whole("head_dim", HEAD_WIDTHS.get(family, width // max(heads, 1)))
     is_shared = members.values.get("head_dim") is None and family not in HEAD_WIDTHS
@@ -84,13 +85,13 @@ def hugging_face_config(members: Members, generation: Members | None, begin_toke
         raise ModelRejected(
             f"{members.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
         )
-    # A missing member has a default in some classes. null means as many as query heads, in every one.
+    # A missing member has a default in some classes. In every class, null means as many as query heads.
     is_left_out = kind in KEY_HEADS and "num_key_value_heads" not in members.values
     key_heads = KEY_HEADS[kind] if is_left_out else members.whole("num_key_value_heads", heads)
     is_gemma = family is Family.GEMMA3
     rotary = layered_rotary_of(members) if is_gemma else rotary_of(members, head_width, is_phi3=family is Family.PHI3)
     layers = members.whole("num_hidden_layers")
-    # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
+    # As in transformers' generate(): the end tokens of generation_config.json, if any, otherwise config.json's.
     end_tokens = used_members(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
     end_tokens = end_tokens or members.tokens("eos_token_id")
     if is_gemma and not end_tokens and "eos_token_id" not in members.values:
@@ -136,7 +137,7 @@ def _text_config(members: Members) -> Members:
         raise ModelRejected(f"{members.where}: text_config is missing")
     if (name := text.text("model_type", GEMMA3_TEXT)) != GEMMA3_TEXT:
         raise ModelRejected(f"{text.where}: model_type must be {GEMMA3_TEXT}, not {quoted(name)}")
-    # Members around the text part take precedence over those in it, so both must agree.
+    # Members around the text part take precedence over members in it, so both must agree.
     is_tied = members.flag("tie_word_embeddings", True)
     if text.flag("tie_word_embeddings", is_tied) is not is_tied:
         raise ModelRejected(f"{text.where}: tie_word_embeddings must be {is_tied}, as next to it")
@@ -149,7 +150,7 @@ def _text_config(members: Members) -> Members:
 
 def _experts(members: Members, layers: int) -> Experts | None:
     """Return a Qwen3-MoE's experts; None if no layer has any."""
-    # transformers 5 writes another name than older files have, and reads both names.
+    # transformers 5 writes a different name than older versions, and reads both.
     names = [name for name in ("num_experts", "num_local_experts") if members.values.get(name) is not None]
     counts = [members.whole(name) for name in names] or [DEFAULT_EXPERTS]
     if len(set(counts)) > 1:
@@ -182,8 +183,8 @@ def _windows(members: Members, kind: str, layers: int) -> tuple[int | None, ...]
     """Return each layer's window; () if none has one."""
     if kind == Family.LLAMA or not 1 <= layers <= MAX_LAYERS:
         return ()
-    # A Qwen has windows only if a flag says so: in the layers of a list or, without the list, in those from
-    # max_window_layers on. A Gemma has them in the layers of such a list or, without it, in all layers except every
+    # A Qwen has windows only if a flag says so: in the layers of a list or, without the list, in the layers from
+    # max_window_layers on. A Gemma has windows in the layers of such a list or, without it, in all layers except every
     # sixth; the file may give another interval.
     is_qwen = kind in (Family.QWEN2, Family.QWEN3)
     kinds = members.items("layer_types") if is_qwen or kind == GEMMA3_TEXT else []

@@ -1,8 +1,8 @@
 """The keys of config.json and generation_config.json, and the effect of each.
 
-The lists are those of transformers 5 and of 4.57, which wrote most of the existing files: PreTrainedConfig,
+The lists come from transformers 5 and from 4.57, which wrote most of the existing files: PreTrainedConfig,
 Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, RopeParameters,
-GenerationConfig; and the keys that make close relatives of these families compute differently.
+GenerationConfig; and keys that make close relatives of these families compute differently.
 """
 
 from typing import Final
@@ -258,7 +258,7 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
         **refused("the engine does not support shared experts", {"shared_expert_intermediate_size": (0,)}),
         **no_effect("max_window_layers", "router_aux_loss_coef"),
     },
-    # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
+    # MistralConfig has a window without a switch, and its class has no biases, whatever the file says.
     "mistral": {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
     # The same is true of Phi3Config.
     Family.PHI3: {
@@ -286,8 +286,8 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
         **refused(
             "the engine does not support caps of logits", {"attn_logit_softcapping": (), "final_logit_softcapping": ()}
         ),
-        # Its class has `hidden_activation` instead and reads only the pattern without the underscore, and no scaling
-        # here needs the original context.
+        # Its class has `hidden_activation` instead, and reads only the pattern without the underscore. No scaling here
+        # needs the original context.
         **no_effect(
             "original_max_position_embeddings",
             "hidden_act",
@@ -339,7 +339,7 @@ ROPE_KEYS: Final[KeyTable] = {
     **refused("the engine supports only rotary embeddings of whole heads", {"partial_rotary_factor": (1.0,)}),
     **no_effect(
         "finetuned",
-        # Parts of a head for the axes of an image. A text's position is the same on each axis.
+        # Parts of a head for the axes of an image. On each axis, a text's position is the same.
         "mrope_section",
     ),
 }
@@ -353,4 +353,4 @@ LAYERED_ROPE_KEYS: Final[KeyTable] = {
 """Keys of the objects that Gemma 3's rope_parameters have for each kind of layers."""
 
 PHI3_ROPE_KEYS: Final[KeyTable] = {**ROPE_KEYS, **used("partial_rotary_factor")}
-"""Keys of rope_parameters, or rope_scaling, of a Phi-3, which turns parts of heads."""
+"""Keys of rope_parameters, or rope_scaling, of a Phi-3, which rotates parts of heads."""

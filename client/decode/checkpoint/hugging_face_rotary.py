@@ -20,17 +20,17 @@ KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of `rope_type`."""
 
 MAX_ATTENTION_FACTOR: Final = 1000.0
-"""Maximum attention factor; published models have factors below 2. Scores grow with its square, and would overflow.
+"""Maximum attention factor; published models have factors below 2. Scores grow with its square, and could overflow.
 """
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 LAYERED_KINDS: Final = ("default", "linear")
-"""The kinds of layers of a Gemma 3, and values of `rope_type` of the first one."""
+"""The kinds of layers of a Gemma 3, and the values of `rope_type` for the first kind."""
 
 PHI3_KINDS: Final = ("default", "longrope")
 PHI3_NAMES: Final = ("su", "yarn")
-"""Values of `rope_type` in a Phi-3, and older names of longrope there."""
+"""The values of `rope_type` in a Phi-3, and its older names of longrope."""
 
 PHI3_ORIGINAL_CONTEXT: Final = 4096
 """Phi3Config's default, which applies whatever rope_scaling contains."""
@@ -38,7 +38,7 @@ PHI3_ORIGINAL_CONTEXT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embeddings of a config.json, as ModelConfig has them."""
+    """The rotary embeddings of a config.json, in the form of ModelConfig."""
 
     theta: float
     scaling: AnyScaling | None
@@ -51,7 +51,7 @@ def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
     `rope_parameters`, which takes precedence over members next to it. Phi3Config has only LongRoPE, with two older
-    names, and rotates only a part of each head. Raises ModelRejected for a scaling that is unknown or wrong.
+    names, and rotates only part of each head. Raises ModelRejected for a scaling that is unknown or wrong.
     """
     # An empty object counts as missing.
     inner = members.object("rope_scaling")
@@ -74,8 +74,8 @@ def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
 def layered_rotary_of(members: Members) -> Rotary:
     """Return the rotary embeddings of a Gemma 3: layers with a window have a separate base, and no scaling.
 
-    The rule is Gemma3TextConfig's (convert_rope_params_to_dict). There is an object for each kind of layers.
-    `rope_scaling`, an older name of the object for layers without a window, takes precedence over it.
+    The rule is Gemma3TextConfig's (convert_rope_params_to_dict). There is one object for each kind of layers.
+    `rope_scaling`, an older name of the object for layers without a window, takes precedence.
     """
     parameters = members.object("rope_parameters") or Members({FULL: {}, SLIDING: {}}, members.where)
     if unknown := [key for key in parameters.values if key not in (FULL, SLIDING)]:
@@ -107,7 +107,7 @@ def layered_rotary_of(members: Members) -> Rotary:
 
 
 def _scaling(members: Members, scaling: Members, theta: float, pairs: int, *, is_phi3: bool) -> AnyScaling | None:
-    """Return the scaling of an object of config.json; None if it has none. `members` has the members next to it."""
+    """Return the scaling of an object in config.json; None if it has none. `members` are those next to it."""
     # `type` is the older name of `rope_type`.
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if is_phi3 and kind in PHI3_NAMES:
@@ -120,12 +120,11 @@ def _scaling(members: Members, scaling: Members, theta: float, pairs: int, *, is
         factor = _factor(scaling)
         # A dynamic scaling takes effect only beyond max_position_embeddings, and no sequence is that long.
         return LinearScaling(factor) if kind == "linear" else None
-    # For this value the member of config.json takes precedence, as in transformers. If neither has one, it is the
-    # context.
+    # For this value the member of config.json takes precedence, as in transformers. Without either, it is the context.
     context = members.whole("max_position_embeddings")
     inner = PHI3_ORIGINAL_CONTEXT if is_phi3 else scaling.whole("original_max_position_embeddings", context)
     original = members.whole("original_max_position_embeddings", inner)
-    # LongRoPE divides by its logarithm.
+    # LongRoPE divides by the logarithm of this value.
     if original < (least := 2 if kind == "longrope" else 1):
         raise ModelRejected(
             f"{scaling.where}: original_max_position_embeddings must be at least {least}, not {original}"
@@ -157,7 +156,7 @@ def _yarn(scaling: Members, original: int, theta: float) -> YarnScaling:
         raise ModelRejected(f"{scaling.where}: beta_slow must be above 0, and at most beta_fast, not {slow} and {fast}")
     if theta <= 1:
         raise ModelRejected(f"{scaling.where}: rope_theta must be above 1 for yarn, not {theta}")
-    # They count only if both are given.
+    # The two count only if both are given.
     magnitudes = [scaling.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if min(magnitudes) < 0:
         raise ModelRejected(f"{scaling.where}: mscale and mscale_all_dim must not be negative")
@@ -197,7 +196,7 @@ def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
 
 
 def _factor(scaling: Members) -> float:
-    # A divisor below 1 would shorten wavelengths, which no model is trained for.
+    # A divisor below 1 would shorten wavelengths, for which no model is trained.
     if not (factor := scaling.number("factor")) >= 1:
         raise ModelRejected(f"{scaling.where}: factor must be at least 1, not {factor}")
     return factor

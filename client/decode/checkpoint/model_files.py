@@ -1,4 +1,4 @@
-"""Opens a model's files, in whichever of the supported formats they are."""
+"""Opens a model's files in any of the supported formats."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def open_model(path: str | Path) -> Checkpoint:
     path = Path(path)
     try:
         if path.is_dir():
-            # Imported late: both formats need the extra `decode`, which clients without a model need not install.
+            # Import these late: both formats need the extra `decode`, which clients without a model need not install.
             from gpulease.client.decode.checkpoint.safetensors_folder import SafetensorsFolder
 
             return SafetensorsFolder(path)

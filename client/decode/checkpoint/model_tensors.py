@@ -1,4 +1,4 @@
-"""The tensors that a model of a given config has: their names in Hugging Face's checkpoints, and their shapes."""
+"""The tensors of a model with a given config: their names in Hugging Face's checkpoints, and their shapes."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -15,8 +15,8 @@ ROUTER: Final = "mlp.gate.weight"
 """The name, within a layer, of the linear that rates its experts."""
 
 IGNORED: Final = "rotary_emb.inv_freq"
-"""Suffix of tensors in old checkpoints that transformers ignores, and computes itself. It also ignores the weights of a
-head that is tied to the embedding, which some files contain."""
+"""Suffix of tensors in old checkpoints, which transformers ignores and computes itself. It also ignores the weights of
+a head that is tied to the embedding, which some files contain."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -25,7 +25,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def feed_forward_parts(config: ModelConfig, layer: int) -> list[tuple[str, int]]:
-    """Return the prefix within a layer, and the inner width, of its feed-forward part, or of each expert's part."""
+    """Return the prefix within the layer, and the inner width, of its feed-forward part, or of each expert's."""
     experts = config.experts_of(layer)
     if experts is None:
         return [("mlp.", config.inner_width)]
@@ -59,7 +59,7 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{at}{part}up_proj.weight", (its_inner, width)
             yield f"{at}{part}down_proj.weight", (width, its_inner)
     yield NORM, (width,)
-    # A tied head is the embedding, so the file need not have one.
+    # A tied head is the embedding, so the file need not contain a head.
     if not config.is_tied:
         yield HEAD, (config.vocabulary, width)
 
@@ -90,7 +90,7 @@ IMAGE_PREFIXES: Final = ("vision_tower.", "multi_modal_projector.")
 
 
 def text_name(name: str) -> str | None:
-    """Return the name in the text part of a tensor of a model with images; None if the tensor is only for images."""
+    """Return a tensor's name in the text part of a model with images; None if the tensor is only for images."""
     if name.removeprefix("model.").startswith(IMAGE_PREFIXES):
         return None
     for prefix, own_prefix in TEXT_PREFIXES.items():
@@ -100,9 +100,9 @@ def text_name(name: str) -> str | None:
 
 
 def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
-    """Raise ModelRejected if a tensor is missing, or if there is one that the engine would ignore.
+    """Raise ModelRejected if a tensor is missing, or if the engine would ignore one.
 
-    Ignoring a tensor, such as a bias that the family does not have, would compute a different model.
+    Without such a tensor, for example a bias that the family does not have, the engine would compute a different model.
     """
     # The head is always allowed: files of tied models may contain it, and it is ignored.
     present, expected = set(names), {HEAD}

@@ -1,7 +1,7 @@
 """How a model turns a text into one vector: the mean of the rows after the last norm, or the last row.
 
-A folder declares it as sentence-transformers does (`modules.json` and the configuration of its pooling), a GGUF file by
-`pooling_type`. Models without either can only generate text.
+A folder declares this as sentence-transformers does (`modules.json` and the configuration of its pooling), a GGUF file
+by `pooling_type`. Models without either can only generate text.
 """
 
 import json
@@ -17,7 +17,7 @@ from gpulease.client.texts import quoted
 MODULES: Final = "modules.json"
 
 _KNOWN_MODULES: Final = ("Transformer", "Pooling", "Normalize")
-"""Modules of sentence-transformers, by the last part of their type. Every vector is normalised here in any case."""
+"""Modules of sentence-transformers, by the last part of their type. Here every vector is normalised in any case."""
 
 _MODES: Final = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_lasttoken": Pooling.LAST}
 """Switches of a pooling's configuration, each with its meaning."""
@@ -27,7 +27,7 @@ _GGUF_TYPES: Final = {0: None, 1: Pooling.MEAN, 3: Pooling.LAST}
 
 
 def folder_pooling(folder: Path) -> Pooling | None:
-    """Return the pooling of a model in a folder; None if it has none.
+    """Return the pooling of a model in a folder; None if the model has none.
 
     Raises ModelRejected for modules, and ways of pooling, that the engine does not compute.
     """
@@ -45,7 +45,7 @@ def folder_pooling(folder: Path) -> Pooling | None:
 
 
 def gguf_pooling(metadata: Members) -> Pooling | None:
-    """Return the pooling in a GGUF file's metadata; None without one. Raises ModelRejected for unsupported ones."""
+    """Return the pooling in a GGUF file's metadata, or None. Raises ModelRejected if it is unsupported."""
     name = f"{metadata.text('general.architecture')}.pooling_type"
     kind = metadata.whole(name, 0)
     if kind not in _GGUF_TYPES:
@@ -63,7 +63,7 @@ def _modules(path: Path) -> list[Members]:
 
 def _pooling_of(folder: Path, module: Members) -> Pooling:
     name = module.text("path")
-    # A path with folders in it could point to any file of the host.
+    # A path with several parts could point to any file of the host.
     if Path(name).name != name:
         raise ModelRejected(f"{module.where}: path must be a folder's name, not {quoted(name)}")
     path = folder / name / "config.json"

@@ -1,9 +1,9 @@
-"""Packed weights of safetensors: how config.json declares them, and their tensors as rows of packed planes.
+"""Packed weights in safetensors: their declaration in config.json, and their tensors as rows of packed planes.
 
-Three formats, as transformers reads them: FP8 in blocks (its FineGrainedFP8Config, the files of Qwen3-*-FP8), FP8 by
-rows (compressed-tensors' "float-quantized") and AWQ (its AwqConfig, in AutoAWQ's layout "gemm"). The engine computes
-with the weights' values rounded to bf16. It does not quantise activations, as some other servers do with FP8, so its
-results are closer to the unpacked model's.
+There are three formats, read as in transformers: FP8 in blocks (its FineGrainedFP8Config, the files of Qwen3-*-FP8),
+FP8 by rows (compressed-tensors' "float-quantized") and AWQ (its AwqConfig, in AutoAWQ's layout "gemm"). The engine
+computes with the weights' values rounded to bf16. It does not quantise activations, as some other servers do with FP8,
+so its results are closer to the unpacked model's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ AWQ: Final = "awq"
 COMPRESSED: Final = "compressed-tensors"
 
 Accepted = Mapping[str, tuple[Any, ...]]
-"""Members of an object and the values that the engine computes; () for any value. A member is required unless its
+"""The members of an object, and the values that the engine supports; () for any value. A member is required unless its
 values include None."""
 
 _ACCEPTED: Final[dict[str, Accepted]] = {
@@ -45,7 +45,7 @@ _ACCEPTED: Final[dict[str, Accepted]] = {
         "zero_point": (True,),
         "version": ("gemm", "GEMM", None),
         "format": ("gemm", "GEMM", None),
-        # The kernels that compute with them, and modules that those fuse.
+        # The kernels that compute with the weights, and the modules that these fuse.
         "backend": ("autoawq", "auto", None),
         "do_fuse": (False, None),
         "fuse_max_seq_len": (None,),
@@ -96,7 +96,8 @@ _EXCEPTIONS: Final = {FP8: "modules_to_not_convert", AWQ: "modules_to_not_conver
 """The member that lists the modules that are not packed."""
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The columns with values at bits 0, 4, 8 and so on of a word of 8 columns (AutoAWQ, WQLinear_GEMM.from_linear)."""
+"""The columns whose values are at bits 0, 4, 8 and so on of a word of 8 columns (AutoAWQ,
+WQLinear_GEMM.from_linear)."""
 
 _SCALES: Final = {"F32": TensorType.F32, "BF16": TensorType.BF16}
 """Types of FP8's scales."""
@@ -117,7 +118,7 @@ class Quantization:
 
     Attributes:
         method: FP8, AWQ or COMPRESSED.
-        exceptions: Names of modules that are not packed: whole names, or parts of them between dots.
+        exceptions: Names of modules that are not packed: whole names, or parts between dots.
         where: The member of config.json, for errors.
     """
 
@@ -126,11 +127,11 @@ class Quantization:
     where: str
 
     def is_packed(self, name: str) -> bool:
-        """Return whether a tensor of the model is the weight of a linear that must be packed."""
-        # Both libraries leave the model's head unpacked, whether it is listed or not.
+        """Return whether a tensor of the model is a linear's weight that must be packed."""
+        # Both libraries leave the model's head unpacked, even if it is not listed.
         if not name.endswith("_proj.weight"):
             return False
-        # Look up the name's few parts rather than scan the list: it may have millions of names, and a model has
+        # Look up the name's few parts rather than scan the list: the list may have millions of names, and a model has
         # thousands of tensors.
         words = name.removesuffix(".weight").split(".")
         runs = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
@@ -140,7 +141,7 @@ class Quantization:
 def quantization_of(members: Members) -> Quantization | None:
     """Return config.json's description of packed weights; None if it has none.
 
-    Raises ModelRejected for a format, a member or a value that the engine does not compute.
+    Raises ModelRejected for a format, a member or a value that the engine does not support.
     """
     packing = members.object("quantization_config")
     if packing is None or not packing.values:
@@ -231,7 +232,7 @@ def packed_tensors(
         if quantization.method == AWQ:
             yield _awq_tensor(config, name, shape, *consumed)
         else:
-            # Each scale belongs to a block of rows and columns; with FP8 by rows, to one row and all columns.
+            # Each scale belongs to a block of rows and columns; for FP8 by rows, to one row with all of its columns.
             block = (GROUP, GROUP) if quantization.method == FP8 else (1, shape[1])
             yield _fp8_tensor(config, name, shape, block, f"{module}.{parts[1]}", *consumed)
 
@@ -266,7 +267,7 @@ def _fp8_tensor(
     groups = -(-columns // GROUP)
 
     def scale_rows(begin: int, end: int) -> NDArray[np.uint8]:
-        # Each row gets its block's scales, because a linear of several tensors has blocks that end anywhere.
+        # Give each row its block's scales, because in a linear of several tensors, blocks may end at any row.
         first = begin // block[0]
         of_blocks = scales.f32(first, -(-end // block[0]))
         of_rows = of_blocks[np.arange(begin, end) // block[0] - first]

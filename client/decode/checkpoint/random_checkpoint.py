@@ -15,8 +15,8 @@ from gpulease.client.decode.model_config import ModelConfig, check_config
 from gpulease.client.decode.pooling import Pooling
 
 PERIOD: Final = (4 << 20) + 3
-"""Values after which the random weights repeat, so that a model of billions of values is made in a moment. It is odd,
-so that no two rows of a matrix are equal."""
+"""Number of values after which the random weights repeat, so that a model of billions of values is made in a moment.
+The number is odd, so that no two rows of a matrix are equal."""
 
 NORM_SPREAD: Final = 0.1
 """Standard deviation of the norms' weights around 1, and of biases around 0."""
@@ -42,9 +42,9 @@ class RandomCheckpoint:
         self._scaled: dict[tuple[float, float], NDArray[np.uint16]] = {}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model. Raises KeyError for a name that it does not have."""
+        """Return a tensor of the model. Raises KeyError for a name that the model does not have."""
         shape = self._shapes[name]
-        # Matrices keep activations near one; norms are near one, biases near zero.
+        # The matrices keep activations near one. Norms are near one, biases near zero.
         if len(shape) > 1:
             mean, spread = 0.0, shape[-1] ** -0.5
         else:
@@ -58,7 +58,7 @@ class RandomCheckpoint:
         return Tensor(name, shape, TensorType.BF16, _reader(self._scaled[mean, spread], start, shape[-1]))
 
     def rotation(self, positions: int) -> Rotation:
-        """Return how positions turn heads, in an engine with sequences of up to `positions` positions."""
+        """Return how positions rotate heads, in an engine with sequences of up to `positions` positions."""
         return rotation_of(self.config, positions)
 
     def sha256(self) -> str:
@@ -70,12 +70,12 @@ class RandomCheckpoint:
         raise ModelRejected(f"{self.name} have no tokenizer", "Use token ids as prompts")
 
     def close(self) -> None:
-        """Do nothing, because random weights are computed and not read from files."""
+        """Do nothing, because random weights are computed, not read from files."""
 
 
 def _reader(block: NDArray[np.uint16], start: int, columns: int) -> RowReader:
     def read(begin: int, end: int) -> NDArray[np.uint8]:
-        # The doubled block makes most reads one slice; only a chunk longer than a period is tiled.
+        # In the doubled block, most reads are one slice; only a chunk longer than a period is tiled.
         first, count = (start + begin * columns) % (len(block) // 2), (end - begin) * columns
         turns = -(-(first + count) // len(block))
         values = block if turns == 1 else np.tile(block, turns)

@@ -1,7 +1,7 @@
 """Rotary embeddings: frequencies, their scaling, and the tables of cosines and sines.
 
-The tables have the same bits on every host, because only decimal arithmetic and IEEE sums and products compute them.
-The `pow` and `cos` of different hosts differ in their last bits, which makes a difference in f32 from position 8,192.
+The tables have the same bits on every host, because they are computed only with decimal arithmetic and IEEE sums and
+products. The `pow` and `cos` of different hosts differ in their last bits, which shows in f32 from position 8,192 on.
 """
 
 import math
@@ -48,13 +48,13 @@ class Rotation:
 def rotation_of(config: ModelConfig, positions: int) -> Rotation:
     """Return the rotation for an engine with sequences of up to `positions` positions.
 
-    The rules are those of transformers' modeling_rope_utils. A linear scaling divides all frequencies by its factor.
-    Llama 3's scaling multiplies wavelengths above original_context / low_frequency_factor by the factor, leaves those
+    The rules come from transformers' modeling_rope_utils. A linear scaling divides all frequencies by its factor. Llama
+    3's scaling multiplies wavelengths above original_context / low_frequency_factor by the factor, leaves wavelengths
     below original_context / high_frequency_factor unchanged, and interpolates between the two limits. YaRN interpolates
     between the two pairs of a head's values that turn beta_fast and beta_slow times within the original context.
 
-    LongRoPE has two lists of divisors. In transformers a sequence's length decides: when it exceeds the original
-    context, all of its keys are computed again. Here `positions` decides, for all sequences, because keys that are in
+    LongRoPE has two lists of divisors. In transformers, a sequence's length decides which is used: when it exceeds the
+    original context, all of its keys are computed again. Here `positions` decides for all sequences, because keys in
     memory can't change.
     """
     scaling = config.rope_scaling
@@ -78,7 +78,7 @@ def rotation_of(config: ModelConfig, positions: int) -> Rotation:
 
 
 def _partly_divided(share: Floats, factor: float) -> Floats:
-    """Return divisors: 1 where a frequency's share is 1, the factor where it is 0."""
+    """Return the divisors: 1 where a frequency's share is 1, and the factor where it is 0."""
     return np.asarray(1.0 / ((1.0 - share) / factor + share))
 
 
@@ -88,7 +88,7 @@ def _yarn_range(config: ModelConfig, scaling: YarnScaling) -> tuple[float, float
     with localcontext(DIGITS):
 
         def pair(turns: float) -> Decimal:
-            # The pair, a fraction, with a frequency that turns this often within the original context.
+            # The pair, as a fraction, whose frequency turns this often within the original context.
             wavelengths = Decimal(scaling.original_context) / (Decimal(turns) * 4 * HALF_PI)
             return width * wavelengths.ln() / (2 * base.ln())
 
@@ -96,12 +96,12 @@ def _yarn_range(config: ModelConfig, scaling: YarnScaling) -> tuple[float, float
         if scaling.is_truncated:
             low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
         low, high = max(low, Decimal(0)), min(high, Decimal(width - 1))
-        # Widen an empty range as transformers does, so that the ramp has a slope.
+        # Widen an empty range, as transformers does, to give the ramp a slope.
         return float(low), float(high + Decimal("0.001") if low == high else high)
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all: float) -> float:
-    """Return YaRN's attention factor for a file without one. An mscale that the file does not have is 0."""
+    """Return YaRN's attention factor for a file that names none. An mscale that the file does not have is 0."""
     if mscale and mscale_all:
         return _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     return _magnitude(factor, 1.0)
@@ -115,7 +115,7 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def long_attention_factor(factor: float, original_context: int) -> float:
-    """Return LongRoPE's attention factor for a file without one. `original_context` must be at least 2."""
+    """Return LongRoPE's attention factor for a file that names none. `original_context` must be at least 2."""
     if factor <= 1:
         return 1.0
     with localcontext(DIGITS):
@@ -123,7 +123,7 @@ def long_attention_factor(factor: float, original_context: int) -> float:
 
 
 def frequencies_of(config: ModelConfig) -> Floats:
-    """Return the frequency of each pair that is turned, in radians per position, before any scaling."""
+    """Return the frequency of each rotated pair, in radians per position, before any scaling."""
     # Use decimal powers, because `pow` differs in the last bit between C libraries.
     base, width = Decimal(config.rope_theta), 2 * config.turned_pairs
     with localcontext(DIGITS):
@@ -131,7 +131,7 @@ def frequencies_of(config: ModelConfig) -> Floats:
 
 
 def local_rotary_tables(config: ModelConfig, begin: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the tables of layers with a window, for a model in which these have the base `local_rope_theta`."""
+    """Return the tables for layers with a window, for a model with the separate base `local_rope_theta`."""
     assert config.local_rope_theta is not None
     local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
     return rotary_tables(local, rotation_of(local, end), begin, end)
@@ -152,9 +152,9 @@ def rotary_tables(
     for part in PARTS:
         rest = rest - quarters * part
     square = rest * rest
-    # Compute both by polynomials: the rest is within an eighth of a turn, where Taylor series are exact enough.
+    # Compute both with polynomials: the rest is within an eighth of a turn, where Taylor series are exact enough.
     sine, cosine = rest * _polynomial(SINE, square), _polynomial(COSINE, square)
-    # Swap and negate the two, depending on the quarter turn of the angle.
+    # Swap and negate sine and cosine, depending on the quarter turn of the angle.
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
@@ -169,8 +169,8 @@ def turned_order(config: ModelConfig) -> NDArray[np.int64]:
     """Return, for each of a head's values in the kernels' order, its index in Hugging Face's order.
 
     The kernels turn value i of the first half together with value i of the second half. If only the first
-    `turned_width` values turn, Hugging Face pairs these with each other. So in the kernels' order, each half begins
-    with values that turn, followed by values that do not. q and k have the same order, so their products stay the same.
+    `turned_width` values turn, Hugging Face pairs them with each other. So in the kernels' order, each half begins with
+    values that turn, followed by values that do not. q and k have the same order, so their products stay the same.
     """
     half, pairs = config.head_width // 2, config.turned_pairs
     first, rest = np.arange(pairs), np.arange(half - pairs)

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face's transformers writes it: config.json and safetensors, in one or several files.
+"""A folder in the format of Hugging Face's transformers: config.json, and safetensors in one or several files.
 
 The `safetensors` library checks a file's header: types, shapes, no holes, no overlaps, and that the file is complete.
 Rows are then views of the mapped file.
@@ -37,16 +37,16 @@ INDEX: Final = "model.safetensors.index.json"
 
 MAX_FILES: Final = 256
 """Maximum number of files of one model, so that a hostile index can't open more files than a process may have. Each
-takes two descriptors: its mapping's and one for reading ahead."""
+takes two descriptors, for its mapping and for reading ahead."""
 
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
-"""The types that are read, by safetensors' names."""
+"""The supported types, by safetensors' names."""
 
 ADAPTER: Final = "adapter_config.json"
-"""The file that shows that a folder contains an adapter, as peft writes it."""
+"""The file, written by peft, that shows that a folder contains an adapter."""
 
 TURNED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""Suffixes of the names of tensors with rows that positions turn."""
+"""Suffixes of the names of tensors whose rows are rotated by positions."""
 
 
 class SafetensorsFolder:
@@ -85,12 +85,12 @@ class SafetensorsFolder:
                 f"{quantization.where}: the engine reads no packed weights of {self.config.family} models"
             )
         _unfuse(self.config, tensors, self.name)
-        # Step 2: make packed weights from the tensors of which they consist.
+        # Step 2: make the packed weights from their tensors.
         shapes, self._tensors = dict(model_tensors(self.config)), {}
         if quantization is not None:
             packed = packed_tensors(quantization, self.config, shapes, tensors)
             self._tensors = {tensor.name: tensor for tensor in packed}
-        # Step 3: compare names, shapes and types with those of a model of this config.
+        # Step 3: compare names, shapes and types with what the config requires.
         check_names(self.config, [*tensors, *self._tensors], self.name)
         for name, expected in shapes.items():
             if name in self._tensors:
@@ -105,15 +105,15 @@ class SafetensorsFolder:
             self._tensors[name] = tensor
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model. Raises KeyError for a name that it does not have."""
+        """Return a tensor of the model. Raises KeyError for a name that the model does not have."""
         return self._tensors[name]
 
     def rotation(self, positions: int) -> Rotation:
-        """Return how positions turn heads, in an engine with sequences of up to `positions` positions."""
+        """Return how positions rotate heads, in an engine with sequences of up to `positions` positions."""
         return rotation_of(self.config, positions)
 
     def sha256(self) -> str:
-        """Return the digest of config.json, generation_config.json and the weights' files, by their sorted names."""
+        """Return the digest of config.json, generation_config.json and the weights' files, sorted by name."""
         names = ("config.json", "generation_config.json", INDEX)
         return files_sha256([*(self._folder / name for name in names if self._has(name)), *self._files()])
 
@@ -122,7 +122,7 @@ class SafetensorsFolder:
         return folder_tokenizer(self._folder, self.config.begin_token)
 
     def close(self) -> None:
-        """Close the files: no tensor can be read any more."""
+        """Close the files, after which no tensor can be read."""
         for file in self._opened:
             file.close()
 
@@ -143,7 +143,7 @@ class SafetensorsFolder:
         if not 1 <= len(names) <= MAX_FILES:
             raise ModelRejected(f"{index.where}: weight_map must name 1 to {MAX_FILES} files, not {len(names)}")
         for name in names:
-            # A name with a folder in it could point to any file of the host.
+            # A name with several parts could point to any file of the host.
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ModelRejected(
                     f"{index.where}: {quoted(name)} must be the name of a safetensors file in the same folder"
@@ -167,7 +167,7 @@ def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]
 
 
 def _unfuse(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> None:
-    """Replace each fused tensor by the model's tensors in it, which are runs of its rows."""
+    """Replace each fused tensor by the model's tensors that it contains, which are runs of its rows."""
     for name, parts in fused_tensors(config):
         if name not in tensors:
             raise ModelRejected(f"{where}: tensor {name} is missing")

@@ -1,8 +1,8 @@
-"""A file of tensors that several threads read at any place.
+"""A file of tensors, which several threads may read at any place.
 
 The file is mapped, because copying from the page cache with vector instructions is faster than read(2) on some hosts.
-Pages are loaded by faults, so a large tensor needs several threads. Before each access the file's length is checked,
-because touching a page that the file has lost ends the process with SIGBUS.
+Page faults load the pages, so a large tensor needs several threads. Before each access the file's length is checked,
+because touching a page that the file no longer has ends the process with SIGBUS.
 """
 
 import mmap
@@ -22,7 +22,7 @@ AHEAD_BYTES: Final = 64 << 20
 
 
 class TensorFile:
-    """A mapped file, which stays mapped for as long as any view of it exists.
+    """A mapped file. It stays mapped for as long as any view of it exists.
 
     Attributes:
         path: Its path, for errors.
@@ -44,15 +44,15 @@ class TensorFile:
         self._close.atexit = False
 
     def close(self) -> None:
-        """Close the file, which can't be read any more. Views of it stay valid, and keep it mapped."""
+        """Close the file, which can no longer be read. Existing views stay valid, and keep it mapped."""
         if self._close.alive:
             self._close()
-            # The map ends with the last view of it.
+            # The mapping ends with the last view of it.
             del self.mapped
 
     def view(self, offset: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file without copying. Raises ModelRejected if the file has become too short."""
-        # The file's current length, by fstat; the map itself keeps its first length.
+        # The file's current length, by fstat. The mapping keeps its original length.
         file_size = self.mapped.size()
         if file_size < offset + size:
             raise ModelRejected(
@@ -64,19 +64,20 @@ class TensorFile:
 
     def fill(self, offset: int, into: NDArray[np.uint8]) -> None:
         """Copy the bytes from `offset` on to `into`. Raises ModelRejected if the file has become too short."""
-        # Releases the interpreter's lock once: with many threads, getting it again takes as long as copying 2 MiB.
+        # This releases the interpreter's lock only once: with many threads, getting it back takes as long as copying 2
+        # MiB.
         np.copyto(into, self.view(offset, into.nbytes))
 
     def read_ahead(self, offset: int, size: int) -> None:
-        """Have the kernel read `size` bytes, beginning AHEAD_BYTES after `offset`, into the page cache."""
-        # Do not ask for bytes that are in the page cache: the request would take as long as a part of the copy. Both
+        """Let the kernel read `size` bytes, beginning AHEAD_BYTES after `offset`, into the page cache."""
+        # Do not ask for bytes that are in the page cache: the request would take as long as part of the copy. Both
         # calls release the interpreter's lock, which madvise() of a mapping does not.
         ahead_offset = offset + AHEAD_BYTES
         if ahead_offset < len(self.mapped) and not self._is_cached(ahead_offset):
             os.posix_fadvise(self._descriptor, ahead_offset, size, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, offset: int) -> bool:
-        """Return whether a byte of the file is in the page cache; False if the file system does not say."""
+        """Return whether a byte of the file is in the page cache; False if the file system does not tell."""
         try:
             # preadv2(2), RWF_NOWAIT: fails with EAGAIN instead of reading from the disk.
             return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1

@@ -18,7 +18,7 @@ from gpulease.client.decode.model_config import MAX_SIZE
 
 
 class TensorType(StrEnum):
-    """The encodings of tensors' values in files, by GGML's and safetensors' names."""
+    """The encodings of tensors' values in files, by their names in GGML and safetensors."""
 
     F32 = "F32"
     F16 = "F16"
@@ -58,7 +58,7 @@ PACKED: Final = {
 """The types that kernels read without conversion, and their layouts."""
 
 SLICE_VALUES: Final = 1 << 17
-"""Number of values that are converted together, so that they stay in a core's cache between the conversion's steps."""
+"""Number of values that are converted together: few enough to stay in a core's cache between the conversion's steps."""
 
 RowReader = Callable[[int, int], NDArray[np.uint8]]
 """Returns the bytes of rows [begin, end) as [end - begin, bytes of a row], as a view if possible.
@@ -76,7 +76,7 @@ class Tensor:
         shape: Rows and columns, or, for a vector, columns. Rows are in Hugging Face's order.
         kind: The encoding of its values.
         read: Returns the bytes of its rows.
-        factors: For FP8 and AWQ, readers of the rows' other planes, which files store separately from the values.
+        factors: For FP8 and AWQ, readers of the rows' other planes, which files store apart from the values.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Tensor:
     def bf16(self, begin: int, end: int) -> NDArray[np.uint16]:
         """Return rows [begin, end) as bf16 [end - begin, columns], rounded to nearest, ties to even.
 
-        For a tensor that is bf16 already, this is a view of the result of `read`.
+        If the tensor is bf16 already, this is a view of the result of `read`.
         """
         if self.kind is TensorType.BF16:
             return self.read(begin, end).view(np.uint16)
@@ -126,7 +126,7 @@ class Tensor:
     def planes(self, begin: int, end: int) -> tuple[NDArray[Any], ...]:
         """Return rows [begin, end) as the packed planes of `weights.Linear`.
 
-        Raises KeyError for a type without them.
+        Raises KeyError for a type without planes.
         """
         data = self.read(begin, end)
         match PACKED[self.kind]:
@@ -159,7 +159,7 @@ def plane_bytes(kind: TensorType, columns: int) -> tuple[int, ...]:
 
 
 def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
-    """Return a reader of q's or k's rows whose row i of each head is row order[i] of that head in `rows`."""
+    """Return a reader of q's or k's rows, in which row i of each head is row order[i] of that head in `rows`."""
     width = len(order)
 
     def read(begin: int, end: int) -> NDArray[np.uint8]:
@@ -175,7 +175,7 @@ def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
 
 def row_bytes(kind: TensorType, columns: int, name: str) -> int:
     """Return the size of a row. Raises ModelRejected, which names the tensor `name`, if rows end inside a block."""
-    # A row of a quantised tensor must consist of whole blocks, or rows could not be read separately.
+    # A row of a quantised tensor must consist of whole blocks, so that rows can be read separately.
     values, nbytes = BLOCKS[kind]
     if columns % values:
         raise ModelRejected(
@@ -188,8 +188,8 @@ def row_bytes(kind: TensorType, columns: int, name: str) -> int:
 def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round to the nearest bf16, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
-    # Adding 0x7FFF, plus 1 if the last remaining bit is odd, carries into that bit exactly if the dropped half rounds
-    # up.
+    # Adding 0x7FFF, plus 1 if the last bit that remains is set, carries into that bit exactly if the dropped half
+    # rounds up.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF
@@ -227,7 +227,7 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     values = blocks[:, :, 16:].reshape(rows, -1)
     factors = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16)
     first, second, last = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
-    # Unpack each to a byte, because the kernel reads groups in any order.
+    # Unpack each scale and minimum to a byte, because the kernel reads groups in any order.
     steps = np.empty((rows, blocks.shape[1], 8, 2), np.uint8)
     steps[:, :, :4, 0] = first & 63
     steps[:, :, :4, 1] = second & 63
@@ -238,7 +238,7 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
 
 def fp8_values(values: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the values of FP8's planes: float8 e4m3, times a scale for each GROUP of columns."""
-    # Put the byte's bits into an f32: that is the value times 2^-120 (OCP OFP8: a bias of 7, and 0x7F is NaN).
+    # Put the byte's bits into an f32, which then is the value times 2^-120 (OCP OFP8: a bias of 7, and 0x7F is NaN).
     bits = (values & np.uint32(128)) << np.uint32(24) | (values & np.uint32(127)) << np.uint32(20)
     with np.errstate(invalid="ignore", over="ignore"):
         unscaled = np.where(values & 127 == 127, np.float32(np.nan), bits.view(np.float32) * np.float32(2.0**120))
@@ -274,7 +274,7 @@ def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float3
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # Pass the data as one row, because the library processes 16 rows together and is slow if they are short. Suppress
+    # Pass the data as one row: the library processes 16 rows together, which is slow if they are short. Suppress
     # warnings about infinite scales in a broken file.
     with np.errstate(invalid="ignore", over="ignore"):
         values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])

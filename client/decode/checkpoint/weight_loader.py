@@ -1,13 +1,12 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
-Theory of operation. All weights are planes of one allocation, because a card's driver takes up to a millisecond for
-each allocation. The content of the allocation is the image (`_Image`). The planes that have the same bytes as the file
-come first in the image, next to each other, and are filled through a few windows. A window is an array of the session's
-arena, from which the card copies directly. Several threads fill a window in parallel, each a part of it, from the page
-cache. The card copies two windows at the same time, each in a separate stream, so that the bus never waits for the
-host. The same threads convert everything else (norms, tables, weights in other encodings), which is then written from
-ordinary memory. So apart from the page cache, the host's memory never contains more of the model than a few windows and
-chunks.
+All weights are planes of one allocation, because a card's driver takes up to a millisecond for each allocation. The
+content of the allocation is the image (`_Image`). The planes that have the same bytes as the file come first in the
+image, one after another, and are filled through a few windows. A window is an array of the session's arena, from which
+the card copies directly. Several threads fill a window in parallel, each one part, from the page cache. The card copies
+two windows at the same time, each in a separate stream, so that the bus never waits for the host. The same threads
+convert everything else (norms, tables, weights in other encodings), which is then written from ordinary memory. So,
+apart from the page cache, the host's memory never contains more of the model than a few windows and chunks.
 """
 
 import asyncio
@@ -43,16 +42,16 @@ from gpulease.client.errors import AllocFailed, GpuLeaseError
 from gpulease.client.handles import Buffer
 
 CHUNK_BYTES: Final = 8 << 20
-"""Size on the card of the converted rows that one job writes: large enough that the fixed cost of a copy is small,
+"""Size, on the card, of the converted rows that one job writes: large enough to make the fixed cost of a copy small,
 small enough for a smooth progress bar."""
 
 WINDOW_BYTES: Final = 16 << 20
-"""Size of a window. A card's bus copies it in about 0.35 ms. With larger windows, threads and card wait longer for each
-other (H200's host, 2.5 GB: 6 windows of 16 MiB take 81 to 101 ms, 4 of 32 MiB 119 to 135)."""
+"""Size of a window. A card's bus copies it in about 0.35 ms. With larger windows, the threads and the card wait longer
+for each other (H200's host, 2.5 GB: 6 windows of 16 MiB take 81 to 101 ms, 4 of 32 MiB 119 to 135)."""
 
 PART_BYTES: Final = 4 << 20
-"""Size of the part of a window that one thread fills: large enough that waiting for the interpreter's lock takes little
-of the time, small enough that a window is soon full (parts of 8 MiB take a fifth longer)."""
+"""Size of the part of a window that one thread fills: large enough that little time is spent waiting for the
+interpreter's lock, small enough that a window is soon full (parts of 8 MiB take a fifth longer)."""
 
 COPIES: Final = 2
 """Number of windows that the card copies at the same time. While the host waits for the first, the card continues with
@@ -94,7 +93,7 @@ class _Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Target:
-    """Planes of the image, and the rows that fill them, one section after the other.
+    """Planes of the image, and the rows that fill them, one section after another.
 
     Attributes:
         row_bytes: Size of a row in each plane.
@@ -119,7 +118,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a file's rows that a thread copies, from byte `begin` of the rows to byte `at` of a window."""
+    """A part of a file's rows, which a thread copies from byte `begin` of the rows to byte `at` of a window."""
 
     file_rows: FileRows
     begin: int
@@ -129,7 +128,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Window:
-    """A range of the image that is filled through a window, and the parts that threads fill."""
+    """A range of the image that is filled through a window, and its parts, which threads fill."""
 
     offset: int
     size_bytes: int = 0
@@ -138,7 +137,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows of a section that are converted, and their places in the image."""
+    """Rows of a section that must be converted, and their places in the image."""
 
     section: _Section
     begin: int
@@ -157,18 +156,18 @@ class _Image:
 
     Attributes:
         size_bytes: Size of the allocation.
-        filled_bytes: Number of bytes that a load writes: all but the gaps between planes.
+        filled_bytes: Number of bytes that a load writes: everything but the gaps between planes.
     """
 
     def __init__(self, checkpoint: Checkpoint, packed: bool, positions: int) -> None:
         config = self._config = checkpoint.config
-        # The embedding is always bf16: a row of it is looked up, not multiplied.
+        # The embedding is always bf16: its rows are looked up, not multiplied.
         self._embedding = _bf16_of(checkpoint.tensor(EMBEDDING))
         self._layers = [_layer_targets(checkpoint, layer, packed) for layer in range(config.layers)]
         self._norm = _f32_of(checkpoint.tensor(NORM))
         # A tied head reads the embedding's plane, so its weights are loaded once, and stay bf16.
         self._head = None if config.is_tied else _linear_of((checkpoint.tensor(HEAD),), packed)
-        # The cosines and sines; then those of layers with a window, if these layers have a different base.
+        # The cosines and sines; then those of layers with a window, if they have a different base.
         rotation = cache(lambda: checkpoint.rotation(positions))
         makers: list[Callable[[int, int], Planes]] = [lambda begin, end: rotary_tables(config, rotation(), begin, end)]
         if config.local_rope_theta is not None:
@@ -178,7 +177,7 @@ class _Image:
         self._place()
 
     def _place(self) -> None:
-        """Assign an offset to each plane: first to planes with the same bytes as a file, then to all others."""
+        """Assign an offset to each plane: first to planes with the same bytes as a file, then to all other planes."""
         layers = (target for layer in self._layers for target in layer.values())
         head = () if self._head is None else (self._head,)
         self._targets = (self._embedding, *layers, self._norm, *head, *self._tables)
@@ -276,7 +275,7 @@ class _Image:
                 at += size
 
     def converted(self) -> Iterator[list[_Chunk]]:
-        """Yield the chunks to convert, in lists of one chunk or of at most CHUNK_BYTES together."""
+        """Yield the chunks to convert, in lists of a single chunk or of at most CHUNK_BYTES together."""
         chunks: list[_Chunk] = []
         size = 0
         for target in self._targets:
@@ -300,7 +299,7 @@ class _Image:
 
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
-    """Return how many bytes of the card `load_weights` needs, to size a lease."""
+    """Return how many bytes of the card's memory `load_weights` needs, to size a lease."""
     return _page_bytes(_Image(checkpoint, packed, positions))
 
 
@@ -317,13 +316,13 @@ async def load_weights(
     positions: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Load a model. On any failure, its memory is freed.
+    """Load a model. After any failure, its memory is freed.
 
     Args:
-        session: The session that gets the weights into its memory.
+        session: The session into whose memory the weights are loaded.
         checkpoint: The model.
-        packed: Whether weights of a type in PACKED stay packed, if all weights that are fused into one linear have that
-            type. Other weights become bf16.
+        packed: Whether weights of a type in PACKED stay packed, provided that all weights that are fused into one
+            linear have that type. Other weights become bf16.
         positions: Number of positions in the tables of cosines and sines.
         progress: Called after every copy with the number of bytes loaded so far and the total number.
 
@@ -331,7 +330,7 @@ async def load_weights(
     session's errors.
     """
     # Refuse a lease that is too small before reading anything, because reading a large model takes minutes. Make the
-    # image in a thread: with thousands of tensors it would delay the steps of other models.
+    # image in a thread: with thousands of tensors, it would otherwise delay the steps of other models.
     image = await asyncio.to_thread(_Image, checkpoint, packed, positions)
     image_bytes = _page_bytes(image)
     if image_bytes > session.slice_bytes:
@@ -365,7 +364,7 @@ class _Readers:
             threading.Thread(target=self._work, name="gpulease-reader", daemon=True).start()
 
     def run(self, steps: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
-        """Run one or more steps in parallel. The future gets their results, or the error of one of them."""
+        """Run one or more steps in parallel. The future gets their results, or one step's error."""
         future: asyncio.Future[list[Any]] = self._loop.create_future()
         results: list[Any] = [None] * len(steps)
         errors: list[BaseException] = []
@@ -376,7 +375,7 @@ class _Readers:
                 results[number] = steps[number]()
             except BaseException as error:  # raised where the future is awaited
                 errors.append(error)
-            # A list's pop is atomic, so exactly one thread, which has finished the last step, gets the first item.
+            # A list's pop is atomic, so only the thread that finished the last step gets the first item.
             if is_last.pop():
                 # The loop may have been closed by now.
                 with suppress(RuntimeError):
@@ -417,7 +416,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A copy of a window that is in flight. No other copy uses its stream."""
+    """A window's copy in flight. No other copy uses its stream."""
 
     stream: Stream
     memory: NDArray[np.uint8]
@@ -425,7 +424,7 @@ class _Copy:
 
 
 class _Loader:
-    """Fills one image: threads prepare windows of host memory, and the card's copies follow in order."""
+    """Fills one image: threads prepare windows of host memory, and the card copies these in order."""
 
     def __init__(
         self, session: GpuSession, buffer: Buffer, image: _Image, progress: Callable[[int, int], None] | None
@@ -449,7 +448,7 @@ class _Loader:
         works: Iterator[_Window | list[_Chunk]] = chain(self._image.converted(), self._image.windows())
         try:
             for work in works:
-                # Windows in use by the card can't be filled, and converted values take memory, so limit the jobs.
+                # Windows that the card is using can't be filled, and converted values take memory, so limit the jobs.
                 max_jobs = WINDOWS - COPIES if isinstance(work, _Window) else READERS
                 while len(self._jobs) >= max_jobs:
                     await self._write(self._jobs.popleft())
@@ -465,7 +464,7 @@ class _Loader:
         """End the readers, and drop the jobs that they have not finished."""
         self._readers.close()
         for job in self._jobs:
-            # After a failure, retrieve the other jobs' errors, because only the first one is raised.
+            # After a failure, retrieve the other jobs' errors, because only the first is raised.
             if not job.done.cancel() and not job.done.cancelled():
                 job.done.exception()
         self._jobs.clear()
@@ -473,7 +472,7 @@ class _Loader:
     async def _drain_copies(self) -> None:
         """Wait for the copies that a failure has left in flight, and free the streams and the windows."""
         for stream in [copy.stream for copy in self._copies] + self._streams:
-            # Ignore errors: the failure itself is being raised, and a lost session has nothing in flight.
+            # Ignore errors: the original failure is being raised, and a lost session has nothing in flight.
             with suppress(GpuLeaseError):
                 await stream.sync()
                 await stream.close()
@@ -525,7 +524,7 @@ class _Loader:
         return copy.stream
 
     def _count(self, size_bytes: int) -> None:
-        """Add `size_bytes`, which are now on the card, and report the progress."""
+        """Count `size_bytes` that are now on the card, and report the progress."""
         self._loaded_bytes += size_bytes
         if self._progress is not None:
             self._progress(self._loaded_bytes, self._image.filled_bytes)
@@ -540,7 +539,7 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
     def tensors(*names: str) -> tuple[Tensor, ...]:
         return tuple(checkpoint.tensor(f"{at}{name}") for name in names)
 
-    # In Gemma 3, the outer norm of attention has the name that the inner norm has in other families.
+    # In Gemma 3, the outer norm of attention has the name of the inner norm in other families.
     inner_norm = "pre_feedforward_layernorm.weight" if config.has_outer_norms else "post_attention_layernorm.weight"
     parts, inner = [part for part, _ in feed_forward_parts(config, layer)], ("gate", "up")
     # Experts have kernels only for bf16.
@@ -597,7 +596,7 @@ def _file_rows(tensor: Tensor) -> FileRows | None:
 
 
 def _f32_of(*tensors: Tensor) -> _Target:
-    """Return the target of vectors that are placed one after the other.
+    """Return the target of vectors that are placed one after another.
 
     Each value counts as a row, so that vectors of different lengths fit into one plane.
     """

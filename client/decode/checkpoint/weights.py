@@ -60,14 +60,15 @@ class LayerWeights:
 
     Attributes:
         attention_norm: [width].
-        qkv: Rows of q, then k, then v, each head's values in Hugging Face's order (halves, not pairs, are turned).
+        qkv: Rows of q, then k, then v, with each head's values in Hugging Face's order (halves, not pairs, are
+            rotated).
         qkv_bias: [rows of qkv], or None.
         q_norm: [head_width], or None.
         k_norm: [head_width], or None.
         output: The attention's output projection.
         inner_norm: [width].
-        gate_up: Rows of gate, then up; with experts, these rows of each expert, one expert after the other.
-        down: The projection back to `width`; with experts, the projections of all experts, one after the other.
+        gate_up: Rows of gate, then up; with experts, these rows of each expert, one expert after another.
+        down: The projection back to `width`; with experts, the projections of all experts, one after another.
         attention_outer_norm: [width], of the attention's output; None if the model has none.
         inner_outer_norm: [width], of the output of `down`; None if the model has none.
         router: The linear that rates the layer's experts; None if the layer has no experts.
@@ -100,7 +101,7 @@ class ModelWeights:
         cosines: [positions, head_width / 2] f32.
         sines: [positions, head_width / 2] f32.
         size_bytes: Size of the whole model in memory.
-        local_tables: Cosines and sines of layers with a window, if these have a different base.
+        local_tables: Cosines and sines for layers with a window, if they have a different base.
     """
 
     config: ModelConfig
@@ -114,7 +115,7 @@ class ModelWeights:
     local_tables: tuple[Plane, Plane] | None = None
 
     def rotary_tables(self, layer: int) -> tuple[Plane, Plane]:
-        """Return the cosines and sines with which a layer rotates: layers with a window may have their own."""
+        """Return the cosines and sines of a layer. Layers with a window may have their own."""
         if self.local_tables is not None and self.config.is_local(layer):
             return self.local_tables
         return self.cosines, self.sines

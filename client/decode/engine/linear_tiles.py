@@ -83,7 +83,7 @@ def tiles_of(function: str, target: str) -> list[str]:
 
 
 def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
-    """The grid of a tile's launch. Programs that read the same weights are adjacent, so that they share the cache.
+    """Return the grid of a tile's launch. Programs that read the same weights are adjacent, to share the cache.
 
     Args:
         name: The tile's kernel.

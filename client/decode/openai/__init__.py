@@ -1,1 +1,1 @@
-"""A decode engine's HTTP face: OpenAI's completions and chat completions."""
+"""A decode engine's HTTP interface: OpenAI's completions and chat completions."""

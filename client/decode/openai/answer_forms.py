@@ -2,7 +2,7 @@
 
 Each server's API has its own parameters for this. OpenAI: `response_format`. vLLM: `structured_outputs` and
 `structural_tag`, and in older versions `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. llama.cpp:
-`json_schema` and `grammar`. SGLang: `regex` and `ebnf`. This module translates each of them into one grammar.
+`json_schema` and `grammar`. SGLang: `regex` and `ebnf`. This module translates any of them into a grammar.
 """
 
 import json
@@ -30,7 +30,7 @@ class AnswerForm:
         schema: The JSON Schema of the answer.
         regex: A regular expression that the whole answer matches.
         choices: The answer is exactly one of these texts.
-        grammar: A grammar of the answer in the syntax of the request, EBNF or Lark (see text/written_grammar.py).
+        grammar: A grammar of the answer as the request wrote it, in EBNF or Lark (see text/written_grammar.py).
         tags: The tags in the answer's text.
     """
 
@@ -43,12 +43,12 @@ class AnswerForm:
 
     @property
     def is_text(self) -> bool:
-        """Whether the answer is text, not JSON or a choice. The part of a text before a stop is useful, too."""
+        """Whether the answer is text, not JSON or a choice, so that even a part of it, up to a stop, is useful."""
         return not (self.regex is None and self.grammar is None and self.tags is None)
 
     @property
     def is_own_grammar(self) -> bool:
-        """Whether the form is a complete grammar, which can't be a rule of another grammar."""
+        """Whether the form is a complete grammar, which can't become a rule of another grammar."""
         return not (self.grammar is None and self.tags is None)
 
     def whole_grammar(self, special_token: Callable[[str], int | None]) -> str:
@@ -62,7 +62,7 @@ class AnswerForm:
         return f"start: {self.rule()}" if self.grammar is None else lark_of(self.grammar)
 
     def rule(self) -> str:
-        """Return the grammar's rule for texts of this form. Only for a form with `is_own_grammar` = False."""
+        """Return the grammar's rule for texts of this form. Call this only if `is_own_grammar` is false."""
         if self.regex is not None:
             return regex_rule(self.regex)
         return json_rule(self.schema or {}) if self.choices is None else choice_rule(self.choices)
@@ -71,7 +71,7 @@ class AnswerForm:
 def form_of(parameters: Mapping[str, Any], *, is_chat: bool) -> AnswerForm | None:
     """Return the form of a request's answer; None if any text is allowed.
 
-    The caller has checked the names of the parameters. Raises ApiError if a form is invalid, or if there are two.
+    The caller has checked the names of the parameters. Raises ApiError if a form is invalid, or if there are several.
     """
     forms = [form for name, read in _FORMS.items() if (form := read(name, parameters.get(name), is_chat)) is not None]
     if len(forms) > 1:
@@ -90,7 +90,7 @@ def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
         return AnswerForm(name, tags=structural_tags(name, value, name))
     if kind not in ("json_object", "json_schema"):
         raise invalid("response_format must have the type text, json_object, json_schema or structural_tag", name)
-    # OpenAI's clients put the schema into the member json_schema; llama.cpp's put it next to the type, also for
+    # OpenAI's clients put the schema into the member json_schema; llama.cpp's clients put it next to the type, even for
     # json_object.
     schema_object = value.get("json_schema") if kind == "json_schema" else None
     schema = schema_object.get("schema") if isinstance(schema_object, dict) else value.get("schema")
@@ -193,7 +193,7 @@ _OUTPUTS: Final[Mapping[str, _Read]] = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
 }
-"""The members of `structured_outputs` that give a form."""
+"""The members of `structured_outputs` that may give a form."""
 
 _FORMS: Final[Mapping[str, _Read]] = {
     "response_format": _response_format,
@@ -208,4 +208,4 @@ _FORMS: Final[Mapping[str, _Read]] = {
     "ebnf": _grammar,
     "structural_tag": _structural_tag,
 }
-"""The parameters that give a form."""
+"""The parameters that may give a form."""

@@ -1,4 +1,4 @@
-"""Turns the tokens of an answer into pieces of text as they are computed, and ends the text before a stop."""
+"""Turns an answer's tokens into pieces of text as they are computed, and ends the text before a stop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ class TokenText:
 
     Attributes:
         data: The bytes that it represents, possibly only part of a character.
-        log_probability: The logarithm of its probability; None for a prompt's first token, which has no probability.
+        log_probability: The logarithm of its probability; None for a prompt's first token, which has none.
         begin: The offset of its text in the answer, in characters. An echoed prompt counts as part of the answer.
         ranks: For each of the likeliest tokens at this position, its bytes and the logarithm of its probability.
     """
@@ -41,9 +41,9 @@ class AnswerPiece:
     Attributes:
         text: The text.
         tokens: Its tokens.
-        replays: How often the sequence was replayed so far; None if the number has not changed since the last piece.
+        replays: How often the sequence has been replayed; None if the number has not changed since the last piece.
         finish: Why the answer ended; "" if it continues.
-        stop: The text of `stop` that ended it; "" if none did.
+        stop: The text in `stop` that ended it; "" if none did.
         calls: Pieces of tool calls.
         prompt_logprobs: For a whole answer, the log-probabilities of its prompt (`prompt_logprobs`), if requested.
     """
@@ -63,7 +63,7 @@ class AnswerPiece:
 
 
 class AnswerText:
-    """An answer's text, returned in pieces as soon as each is certain to be part of it.
+    """An answer's text, returned in pieces as soon as they are certain to be part of it.
 
     Attributes:
         completion_tokens: Number of tokens that were added.
@@ -87,7 +87,8 @@ class AnswerText:
             stops: Texts that end the answer.
             end_tokens: Tokens that end the sequence.
             offset: Length of the echoed prompt before the answer, in characters.
-            shown: Special tokens that are shown as text in this answer, with their bytes. Others have no text.
+            shown: Special tokens that are shown as text in this answer, with their bytes. Other special tokens have no
+                text.
             includes_stop: Whether the stop or the end token is part of the answer.
         """
         self.completion_tokens = 0
@@ -96,7 +97,8 @@ class AnswerText:
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops, includes_stop=includes_stop)
         self._includes_stop = includes_stop
-        # Tokens that were not returned yet, because some of their text was not. Each has the offset of its text's end.
+        # Tokens that were not returned yet, because some of their text was not, each with the offset of the end of its
+        # text.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._emitted = 0
         self._replays = 0
@@ -162,8 +164,8 @@ def token_text(bytes_of: Callable[[int], bytes], emitted: Emitted, begin: int) -
 def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted]) -> AnswerPiece:
     """Return a prompt as the first piece of its answer.
 
-    `scores` has the log-probabilities of the prompt's tokens from the second one on. The piece contains the first token
-    and the scored ones.
+    `scores` has the log-probabilities of the prompt's tokens from the second on. The piece contains the first token and
+    the scored tokens.
     """
     stream, piece = tokenizer.stream(), AnswerPiece()
     for place, token in enumerate(prompt):
@@ -182,7 +184,7 @@ PromptLogprobs = dict[str, dict[str, Any]]
 
 
 PROMPT_TOKENS_AT_ONCE: Final = 32
-"""Number of a prompt's tokens that are processed without a pause, which takes about 5 ms."""
+"""Number of a prompt's tokens that are processed without a pause. They take about 5 ms."""
 
 
 async def prompt_logprobs(
@@ -192,14 +194,15 @@ async def prompt_logprobs(
 
     The first entry is None, because the first token has no probability. Each other entry has the log-probabilities of
     the token itself and of the `ranks` likeliest tokens at its position. A token's rank is None if it is not among the
-    likeliest tokens that the engine computed. A long prompt takes seconds, so this lets other tasks run in between.
+    likeliest tokens that the engine computed. A long prompt takes seconds, so this function lets other tasks run in
+    between.
     """
     names, logprobs = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
     for number, score in enumerate(scores):
         if number % PROMPT_TOKENS_AT_ONCE == 0:
             await asyncio.sleep(0)
         places = {token: place for place, (token, _) in enumerate(score.ranks, 1)}
-        # As in vLLM, the token itself comes first. It may also be one of the likeliest.
+        # As in vLLM, the token itself comes first. It may be among the likeliest, too.
         logs = {score.token: score.log_probability} | dict(score.ranks[:ranks])
         logprobs.append(
             {
@@ -217,14 +220,14 @@ async def prompt_logprobs(
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[AnswerPiece]:
     """Yield an answer's pieces as they are computed. The last one has the finish reason.
 
-    Raises the errors of the generation, and ApiError if the generation was cancelled before the answer was complete.
+    Raises the generation's errors, and ApiError if the generation was cancelled before the answer was complete.
     """
     replays: int | None = None
     async for emitted in generation:
         piece = answer.add(emitted)
         # Remember the number of replays until a piece is yielded.
         replays = piece.replays = replays if piece.replays is None else piece.replays
-        # Stop the computation, because no further token can be part of the answer.
+        # Stop the computation: no further token can be part of the answer.
         if answer.is_stopped:
             generation.cancel()
             break
@@ -233,7 +236,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
             yield piece
     else:
         piece = AnswerPiece(replays=replays)
-    # A stop cancels the generation, but the caller gets it as a normal end.
+    # A stop cancels the generation, but for the caller this is a normal end.
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")

@@ -25,8 +25,8 @@ class CompletionAnswer:
 
     Attributes:
         whole: The whole answer, once `collect` has returned.
-        completion_tokens: Number of tokens of the answer, without those of an echoed prompt.
-        likelihood: The mean log-probability of these tokens.
+        completion_tokens: Number of tokens of the answer, without the tokens of an echoed prompt.
+        likelihood: The mean log-probability of the answer's tokens.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CompletionAnswer:
         self._calls: ToolCallParser | None = None
         visible_tokens: dict[int, bytes] = {}
         if request.tool_format:
-            # If the trigger is a special token, it normally has no text, so show it for the parser.
+            # A trigger that is a special token normally has no text, so show it for the parser.
             written = tool_format_of(request.tool_format)
             self._calls = ToolCallParser(written)
             trigger = written.trigger
@@ -71,13 +71,13 @@ class CompletionAnswer:
                 piece.text, piece.calls = self._calls.add(piece.text)
                 if piece.finish:
                     piece.text += self._calls.end()
-                # If the length limit cut the answer off, the reason stays `length`, even if the answer has calls.
+                # If the length limit cut off the answer, the reason stays `length`, even if the answer has calls.
                 if piece.finish == "stop" and self._calls.calls:
                     piece.finish = "tool_calls"
                 if piece.calls or not piece.is_empty:
                     yield piece
             return
-        # The echo needs the prompt's scores. They are complete once the first token is, so the echo is yielded then.
+        # The echo needs the prompt's scores. They are complete when the first token arrives, so yield the echo then.
         offset = len(echo(self._tokenizer, self._prompt, ()).text)
         self._text = AnswerText(
             self._tokenizer, self._request.stops, self._end_tokens, offset, includes_stop=self._request.includes_stop
@@ -114,7 +114,7 @@ class CompletionAnswer:
 
 
 def best_of(answers: Sequence[CompletionAnswer], count: int) -> Sequence[CompletionAnswer]:
-    """Return the `count` likeliest answers, the likeliest first. If that is all of them, their order stays."""
+    """Return the `count` likeliest answers, the likeliest first. If these are all answers, keep their order."""
     if count == len(answers):
         return answers
     return sorted(answers, key=lambda answer: -answer.likelihood)[:count]

@@ -33,14 +33,15 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.problems import Problem, RequestRefused
 
 EXTENSION: Final = "gpulease"
-"""The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose it. In a
-stream's error it contains `status` and, if the caller may retry, `retry_after` in seconds."""
+"""The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose the
+seed. In a stream's error it contains `status` and, if the caller may retry, `retry_after` in seconds."""
 
 INVALID: Final = "invalid_request_error"
 """The type of errors that the caller caused."""
 
 RETRY_AFTER_S: Final = 1.0
-"""Retry-After if nobody knows when there will be room. It is short, because each end of a sequence frees some room."""
+"""Retry-After if it is unknown when there will be room. It is short, because each sequence that ends frees some
+room."""
 
 OVERLOADED: Final = 503
 CLOSED_REQUEST: Final = 499
@@ -51,7 +52,7 @@ FINISHES: Final[Mapping[CompletionReason, str]] = {
     CompletionReason.END_OF_SEQUENCE: "stop",
     CompletionReason.MAX_TOKENS_REACHED: "length",
 }
-"""OpenAI's finish reason for each end of a complete answer. Every other end is an error."""
+"""OpenAI's finish reason for each way in which a complete answer ends. Any other end is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class ReplyTo:
         status: The HTTP status.
         code: The error's code, for programs.
         is_retried: Whether the caller may retry; the reply then has Retry-After.
-        message: The text for the caller; "" for the error's own text. Texts of errors of the host name its sockets,
+        message: The text for the caller; "" for the error's own text. Texts of the host's own errors name its sockets,
             paths and peers. Tenants must not see these, so such texts are only logged.
     """
 
@@ -94,7 +95,7 @@ _NO_ENGINE: Final = ReplyTo(
 )
 
 REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
-    # The first class that matches counts, so subclasses come before their bases.
+    # The first class that matches counts, so subclasses must come before their bases.
     RequestIdInUse: ReplyTo(IN_USE, "request_id_in_use"),
     UnknownModel: MODEL_REPLIES[ModelRefusal.UNKNOWN],
     TextNotRead: ReplyTo(400, "text_not_read"),
@@ -133,7 +134,7 @@ class ApiError(Exception):
         status: The HTTP status.
         message: A sentence for people.
         code: The error's code, for programs.
-        param: The parameter that is wrong; None if the error is not about one.
+        param: The parameter that is wrong; None if the error is not about a parameter.
         retry_after_s: Seconds after which the caller may retry; None if a retry is useless.
     """
 
@@ -146,7 +147,7 @@ class ApiError(Exception):
 
     @property
     def parts(self) -> tuple[int, str, str, str | None, float | None]:
-        """The constructor's arguments, so that another process can make the same error by `ApiError(*parts)`."""
+        """The constructor's arguments, with which another process can make the same error: `ApiError(*parts)`."""
         return self.status, self.code, self.message, self.param, self.retry_after_s
 
     def body(self) -> dict[str, Any]:
@@ -165,7 +166,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self._whole_seconds)}
         if self.retry_after_s is None and self.status in _RETRIED_BY_CLIENTS:
-            # OpenAI's clients obey this header. Without it, they would also retry a request that breaks the engine.
+            # OpenAI's clients obey this header. Without it, they would retry even a request that breaks the engine.
             headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -192,7 +193,7 @@ def prompt_too_long(limit: int, detail: str, parameter: str) -> ApiError:
 
 
 def prompt_parameter(*, is_chat: bool) -> str:
-    """Return the name of the parameter with the prompt, which depends on the endpoint."""
+    """Return the name of the parameter that contains the prompt, by the endpoint."""
     return "messages" if is_chat else "prompt"
 
 
@@ -215,7 +216,7 @@ def api_error_of(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefused):
-        # Raised while reading the body: it is too large or arrives too slowly.
+        # This is raised while the body is read, if it is too large or arrives too slowly.
         return error_of_problem(error.problem)
     # A bug: the caller gets a generic 500, and the log has the traceback.
     if not isinstance(error, GpuLeaseError):

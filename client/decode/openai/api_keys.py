@@ -1,4 +1,4 @@
-"""Callers' keys. The server keeps only their sha256 and compares it in constant time."""
+"""Callers' keys. The server keeps only each key's sha256, and compares it in constant time."""
 
 import hashlib
 import hmac
@@ -18,7 +18,7 @@ class ApiKeys:
 
     @property
     def digests(self) -> dict[str, bytes]:
-        """The sha256 of each tenant's key, in the form that `distinct_keys` takes."""
+        """The sha256 of each tenant's key, by tenant, as `distinct_keys` takes it."""
         return {tenant: digest for digest, tenant in self._tenant_of.items()}
 
     def tenant(self, authorization: str) -> str | None:
@@ -44,7 +44,7 @@ def bearer_digest(authorization: str) -> bytes | None:
     Args:
         authorization: The header's value, decoded as Latin-1, as ASGI frameworks do.
 
-    Returns None for a header without a key, or with one that is too long.
+    Returns None for a header without a key, or with a key that is too long.
     """
     scheme, _, token = authorization.partition(" ")
     # Strip only HTTP's white space. Other white space of Latin-1 may be a byte of a UTF-8 character.

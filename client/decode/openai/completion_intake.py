@@ -65,7 +65,7 @@ class QueuePlace(Protocol):
     async def begin(
         self, body: bytes, request_id: str, *, is_chat: bool, on_loading: Callable[[], None] = lambda: None
     ) -> Submitted:
-        """Parse the body in another process, and submit its sequences. Raises ApiError and the errors of the decoder.
+        """Parse the body in another process, and submit its sequences. Raises ApiError and the decoder's errors.
 
         If the model is not on the card, this first waits for it, and calls `on_loading` if the request is for a stream.
         """
@@ -138,7 +138,7 @@ class DecoderSource:
     async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
         """Parse and tokenize a body with `job` in another process. Returns the job's result, for `completion_of`.
 
-        In this process, parsing up to 4 MiB of JSON and text, or running a template, would stall all streams. Raises
+        Parsing up to 4 MiB of JSON and text, or running a template, would stall all streams of this process. Raises
         ApiError for a prompt that is longer than the context, and the errors of `PromptIntake.do`.
         """
         more = {"is_chat": is_chat, "fresh_seed": secrets.randbits(31)}
@@ -164,7 +164,7 @@ class DecoderSource:
     ) -> Submitted:
         """Submit the result of `read`. From then on, the scheduler counts the request.
 
-        If a prompt is too long, the error names `parameter`, by default the one that contains the prompt.
+        If a prompt is too long, the error names `parameter`, by default the parameter that contains the prompt.
 
         Raises ApiError. If the scheduler refuses a sequence at once, cancels the other sequences first.
         """
@@ -180,7 +180,7 @@ class DecoderSource:
             for other in generations:
                 other.cancel()
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
-                # Use OpenAI's wording: clients parse from it by how much they must shorten the prompt.
+                # Use OpenAI's wording, from which clients parse how much they must shorten the prompt.
                 parameter = parameter or prompt_parameter(is_chat=is_chat)
                 raise too_long(
                     self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, parameter
@@ -193,7 +193,7 @@ class DecoderSource:
     ) -> dict[str, Any]:
         """Compute the vectors of the inputs in `answer`, a result of `read_inputs`. Returns the reply's body.
 
-        At any time, at most `max_concurrent` of the tenant's inputs are in progress. Their generations are added to
+        At any time, at most `max_concurrent` of the inputs are in progress. Their generations are added to
         `generations`, so that the caller can cancel them. Raises ApiError, for example if the model can't embed texts,
         and the errors of a generation.
         """
@@ -239,7 +239,7 @@ class DecoderSource:
     def room(self, tenant: str) -> int:
         """Return how many positions a tenant's sequence may have: the context length, or less in a small region."""
         scheduler = self._decoder.scheduler
-        # While the tenant has no region, use the size of the largest that it may get.
+        # While the tenant has no region, use the size of the largest region that it may get.
         state = scheduler.tenants[tenant]
         return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
 
@@ -251,7 +251,7 @@ class DecoderSource:
         prompts: Sequence[tuple[int, ...]],
         masks: GrammarMasks | None,
     ) -> list[Generation]:
-        """Submit a request's sequences: `tries` for each prompt, each with a different seed."""
+        """Submit a request's sequences: for each prompt `tries` sequences, each with a different seed."""
         most = [self._max_tokens(request, len(prompt), tenant) for prompt in prompts]
         check_reply_scores(request, zip(map(len, prompts), most, strict=True))
         generations: list[Generation] = []
@@ -269,8 +269,8 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=request.priority,
                         cache_salt=request.cache_salt,
-                        # A sequence has the same number of ranks for prompt and answer; the reply leaves out the
-                        # others.
+                        # A sequence has the same number of ranks for prompt and answer; the reply leaves out surplus
+                        # ones.
                         ranks=max(request.ranks, request.prompt_ranks or 0),
                         scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),
@@ -284,8 +284,8 @@ class DecoderSource:
 
     def _max_tokens(self, request: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if request.max_tokens is not None:
-            # If only an echo is requested, compute one token and do not send it. The row of the prompt's last token
-            # computes it anyway.
+            # If only an echo is requested, compute one token, which the row of the prompt's last token computes anyway,
+            # and do not send it.
             return max(1, request.max_tokens)
         # Submit at least 1, so that the scheduler refuses a prompt that leaves no room for an answer.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
@@ -293,16 +293,16 @@ class DecoderSource:
 
 def _name_of(tenant: str, request_id: str, place: int) -> str:
     """Return the decoder's id for one of a request's sequences."""
-    # Prefix the id with the tenant, so that two tenants may use the same id and can't detect this.
+    # Prefix the id with the tenant: two tenants may use the same id, and must not be able to detect this.
     name = f"{tenant}/{request_id}"
     return f"{name}#{place}" if place else name
 
 
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
-    """Return the reply to an error. Details that the caller must not see are only logged."""
+    """Return the reply to an error. Logs details that the caller must not see."""
     api_error = api_error_of(error)
     # Log unexpected errors, and errors with a text that the caller must not see.
     if api_error is None or api_error.message != str(error):
-        # The log limits the lines of each tenant, so a caller that retries at once can't fill the disk.
+        # The log limits each tenant's lines, so a caller that retries at once can't fill the disk.
         log.failure("request_failed", error, tenant=tenant, request=request_id)
     return api_error or ApiError(500, "internal_error", "The server failed; its log has details.")

@@ -21,7 +21,7 @@ class TokenCounts:
     Attributes:
         prompt: Tokens of all prompts.
         completion: Tokens of all answers.
-        cached: Tokens of prompts that were not computed, because their blocks could be reused.
+        cached: Tokens of prompts that were not computed because their blocks could be reused.
     """
 
     prompt: int
@@ -31,7 +31,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """Makes the JSON objects of one reply, from the members that all of them share.
+    """Makes the JSON objects of one reply, which share these members.
 
     Attributes:
         request_id: The request's id.
@@ -58,7 +58,8 @@ class ReplyHead:
         choices = [self._choice(index, piece) for index, piece in enumerate(answers)]
         body = self._object(choices, is_chunk=False) | {"usage": usage(counts)}
         if self.is_chat and answers[0].prompt_logprobs is not None:
-            # All answers to a chat have the same prompt. Completions may have several, so there each choice has it.
+            # All answers to a chat have the same prompt. Completions may have several prompts, so there each choice has
+            # its log-probabilities.
             body["prompt_logprobs"] = answers[0].prompt_logprobs
         replays = max((piece.replays for piece in answers if piece.replays is not None), default=None)
         return body | self._extension(replays, is_first=True)
@@ -80,9 +81,9 @@ class ReplyHead:
         return choice
 
     def chunk(self, piece: AnswerPiece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
-        """Return the stream's object for a piece of an answer. `is_first`: whether it is the answer's first piece."""
+        """Return the stream's object for a piece of an answer. `is_first` marks the answer's first piece."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish or None}
-        # Only the first chunk of a chat's answer has the role. It also has the content, even if that is empty.
+        # Only the first chunk of a chat's answer has the role. It has the content, too, even if it is empty.
         choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
@@ -114,7 +115,7 @@ class ReplyHead:
     def _call_delta(self, index: int, part: CallPart) -> dict[str, Any]:
         delta: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
         if part.name:
-            # This is the first piece of a call. Only the first one has the call's id and name.
+            # Only the first piece of a call has the call's id and name.
             delta |= {"id": self._call_id(index, part.index), "type": "function"}
             delta["function"]["name"] = part.name
         return delta
@@ -139,7 +140,7 @@ class ReplyHead:
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
-        # A token may be only part of a character. Then its text contains U+FFFD, but the `bytes` of chats are exact.
+        # A token may be only part of a character. Then its text contains U+FFFD, but in chats `bytes` is exact.
         texts = [token.data.decode(errors="replace") for token in tokens]
         if not self.is_chat:
             return {

@@ -1,4 +1,4 @@
-"""Parses bodies of `/v1/completions` and `/v1/chat/completions`. Each error names the parameter that is wrong."""
+"""Parses bodies of `/v1/completions` and `/v1/chat/completions`. Each error names the wrong parameter."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from gpulease.client.texts import parse_problem, quoted
 
 MAX_STOPS: Final = 16
 """Maximum number of stops. OpenAI's API allows 4, but tasks of lm-evaluation-harness send more. The limit bounds the
-time of the search, because every piece of text is searched for every stop."""
+search time, because every piece of text is searched for every stop."""
 
 MAX_STOP_CHARACTERS: Final = 1024
 """Maximum length of a stop. The server holds back up to this much text, and searches it again with every token."""
@@ -33,17 +33,18 @@ MAX_REFUSAL_CHARACTERS: Final = 240
 """Maximum length of the text that says why a value is refused. It may quote the value, which may be long."""
 
 MAX_MESSAGES: Final = 4096
-"""Maximum number of messages of a chat. The model's template processes each message, and nothing but the limits of the
-text process bounds the time that this takes."""
+"""Maximum number of messages of a chat. The model's template processes each message, and only the limits of the text
+process bound the time that this takes."""
 
 MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
-"""Maximum number of bad words. Each has up to two spellings in tokens, and each of them is a bad sequence."""
+"""Maximum number of bad words. Each word has up to two spellings in tokens, and each spelling is a bad sequence."""
 
 MAX_CHOICES: Final = 128
-"""Maximum number of sequences of one request: the number of its prompts times `best_of`, which is `n` by default."""
+"""Maximum number of sequences of one request: its number of prompts times `best_of`, which is `n` by default."""
 
 MAX_REPLY_SCORES: Final = 1 << 20
-"""Maximum number of log-probabilities in one reply. The reply is built in memory; this many are about 64 MB of JSON."""
+"""Maximum number of log-probabilities in one reply. The reply is built in memory, where this many take about 64 MB of
+JSON."""
 
 MAX_TOOLS: Final = 128
 """Maximum number of tools, as in OpenAI's API."""
@@ -65,7 +66,7 @@ ALL_TOKENS: Final = -1
 that keeps as many tokens as fit."""
 
 MAX_TOKEN_DIGITS: Final = 10
-"""Maximum number of digits of a token's id. Python needs quadratic time to convert long strings of digits."""
+"""Maximum number of digits of a token's id. Python takes quadratic time to convert long strings of digits."""
 
 _SAMPLING_NAMES: Final = (
     "temperature",
@@ -80,11 +81,11 @@ _SAMPLING_NAMES: Final = (
 """Parameters of a request that have the same name and type in SamplingParameters."""
 
 _OPENAI_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
-"""Attributes of SamplingParameters that have another name in a request, and that name."""
+"""Attributes of SamplingParameters that have another name in a request, with that name."""
 
 _MESSAGE_MEMBERS: Final = ("role", "content", "name")
 _ROLE_MEMBERS: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
-"""Accepted members of messages: `_MESSAGE_MEMBERS` for every role, `_ROLE_MEMBERS` also for these roles."""
+"""Accepted members of messages: `_MESSAGE_MEMBERS` for every role, and `_ROLE_MEMBERS` in addition for these roles."""
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Maps each accepted role to its name in the models' templates."""
@@ -101,29 +102,29 @@ class CompletionRequest:
         messages: A chat's messages, each with `role` and `content`; () for a completion.
         variables: Further variables for the chat's template, including the tools.
         continues: Whether the answer continues the chat's last message.
-        begins: Whether prompts begin with the tokenizer's begin token. None means the default: completions do, and for
+        begins: Whether prompts begin with the tokenizer's begin token. None for the default: completions do, and for
             chats the tokenizer's files decide.
         cut: Which part of a prompt that is too long is kept; None if such a prompt is refused.
-        cache_salt: Its prompts share cached blocks only with requests that have the same salt.
+        cache_salt: The request's prompts share cached blocks only with requests that have the same salt.
         form: The form of the answer; None if any text is allowed.
         tools: The tools that the model may call; () if it may call none.
         must_call: Whether the answer must consist of calls only.
         is_parallel: Whether the answer may have several calls.
-        tool_format: Name of the format in which the model writes calls (tool_formats.py). "" without tools, and until
+        tool_format: Name of the format in which the model writes calls (tool_formats.py); "" without tools, or until
             the model is known.
         max_tokens: Maximum number of tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
         choices: Number of answers to each prompt.
-        tries: Number of sequences that are computed for each prompt. The likeliest `choices` of them are sent.
+        tries: Number of sequences to compute for each prompt. The likeliest `choices` of them are sent.
         sampling: How tokens are chosen.
         is_seed_chosen: Whether the server chose the seed, because the caller sent none.
-        bad_words: Texts that the answer must not contain. Once they are tokenized, their tokens are in `sampling`.
+        bad_words: Texts that the answer must not contain. After tokenization, their tokens are in `sampling`.
         stops: Texts that end the answer.
         includes_stop: Whether the answer includes the stop, or the end token, that ends it.
         has_logprobs: Whether the reply has the log-probabilities of the answer's tokens.
-        ranks: For how many of the likeliest tokens at each position of the answer it has log-probabilities.
+        ranks: For how many of the likeliest tokens at each position of the answer the reply has log-probabilities.
         prompt_ranks: The same for each position of the prompt; None if the reply has no `prompt_logprobs`.
         is_echo: Whether the reply has the prompt before the answer.
-        priority: Decides the order among the tenant's waiting requests; the lowest is admitted first.
+        priority: Decides the order of the tenant's waiting requests: the lowest number is admitted first.
         is_stream: Whether the answer is sent as it is computed.
         has_usage: Whether the stream ends with the token counts.
         has_running_usage: Whether each object of the stream has the token counts so far.
@@ -265,7 +266,7 @@ def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
 
 
 def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
-    """Return which part of a prompt `truncate_prompt_tokens` keeps; None if the body does not have that parameter.
+    """Return which part of a prompt `truncate_prompt_tokens` keeps; None if the body does not have this parameter.
 
     With the value -1, the prompt is cut so that an answer of `answer_tokens` tokens still fits after it. Raises
     ApiError.
@@ -327,10 +328,11 @@ def _tool(number: int, tool: Any) -> Tool:
 def _check_stops(
     parameters: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None, *, has_tools: bool
 ) -> None:
-    """Refuse parameters that could end an answer before its form is complete, or continue it after that.
+    """Refuse parameters that could end an answer before its form is complete, or continue it afterwards.
 
     Lists of tokens are refused, too, because they may exclude the tokens that the form needs. `stop` is accepted with a
-    regular expression, a grammar or tags, because callers who send both want this: vLLM's examples do. Raises ApiError.
+    regular expression, a grammar or tags, because callers who send both want this, as vLLM's examples do. Raises
+    ApiError.
     """
     label = "tools" if form is None else form.parameter
     if has_tools and form is not None and form.is_own_grammar:
@@ -343,7 +345,7 @@ def _check_stops(
 
 
 def check_model(name: str, names: Sequence[str]) -> None:
-    """Raise ApiError if `name` is neither "" nor one of `names`, which are all names of the served model."""
+    """Raise ApiError unless `name` is "" or in `names`, the names of the served model."""
     if name and name not in names:
         raise ApiError(404, "model_not_found", f"Model {quoted(name)} is not served here; use {names[0]}.", "model")
 
@@ -389,7 +391,7 @@ def _within(parameters: Mapping[str, Any], name: str, default: int, minimum: int
 
 
 def _choices(parameters: Mapping[str, Any], prompts: int, *, is_stream: bool) -> tuple[int, int]:
-    """Return `n` and `best_of`: how many answers each prompt gets, and from how many sequences they are chosen."""
+    """Return `n` and `best_of`: the number of answers to each prompt, and of sequences from which they are chosen."""
     choices = _within(parameters, "n", 1, 1, MAX_CHOICES)
     tries = _within(parameters, "best_of", choices, 1, MAX_CHOICES)
     if tries < choices:
@@ -454,10 +456,10 @@ def _sampling(parameters: Mapping[str, Any], seed: int) -> SamplingParameters:
     values |= {name: value for name in _SAMPLING_NAMES if (value := parameters.get(name)) is not None}
     values |= {"logit_bias": _biases(parameters.get("logit_bias")), "ignores_end": _flag(parameters, "ignore_eos")}
     values |= {name: _tokens(parameters, name) for name in ("stop_token_ids", "allowed_token_ids")}
-    # Other servers write -1 for "all", where this engine has 0.
+    # Other servers write -1 for "all", this engine 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
-    # First check each value by itself, so that the error can name its parameter.
+    # First check each value alone, so that the error can name its parameter.
     for name, value in values.items():
         parameter = str(_OPENAI_NAMES.get(name, name))
         _built(lambda name=name, value=value: SamplingParameters(**{name: value}), parameter)  # type: ignore[misc]
@@ -505,8 +507,8 @@ def check_reply_scores(request: CompletionRequest, lengths: Iterable[tuple[int, 
     scores_per_token = request.ranks + 1 if request.has_logprobs else 0
     scores = 0
     for prompt_tokens, max_tokens in lengths:
-        # A stream does not collect the log-probabilities of its answers. `prompt_logprobs` is once in the reply to a
-        # chat, and in each choice of the reply to a completion.
+        # A stream does not collect the log-probabilities of its answers. The reply to a chat contains `prompt_logprobs`
+        # once, the reply to a completion once in each choice.
         scores += (
             request.choices
             * scores_per_token
@@ -547,7 +549,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
     if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
         raise invalid(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
     for word in words:
-        # A word is forbidden both with a space before it and without, so a word of spaces only would be empty.
+        # A word is forbidden both with and without a space before it, so a word of only spaces would be empty.
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARACTERS:
             rule = f"each must be a string of at most {MAX_STOP_CHARACTERS} characters, not only spaces"
             raise invalid(f"bad_words: {quoted(word)}; {rule}", "bad_words")

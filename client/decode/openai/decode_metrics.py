@@ -62,17 +62,18 @@ REBIND_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 FLIP_BUCKETS_S: Final = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1)
 
 UNKNOWN_TENANT: Final = "other"
-"""The label of all tenants that are not in the settings. So the settings bound the number of series."""
+"""The label of all tenants that are not in the settings, so that the settings bound the number of series."""
 
 MAX_FOLLOWED: Final = 65_536
-"""Maximum number of sequences for which the time of the last token is kept. The limit bounds the memory if the ends of
+"""Maximum number of sequences for which the time of the last token is kept. This limits the memory if the ends of
 sequences are not reported."""
 
 
 class GapHistogram(Collector):
-    """A histogram of times between tokens, in which one call counts many sequences with the same gap.
+    """A histogram of times between tokens. One call counts many sequences with the same gap.
 
-    prometheus_client's `Histogram` takes one observation per call and locks each time. A step has a hundred of them.
+    prometheus_client's `Histogram` takes one observation per call, and locks each time. A step has a hundred
+    observations.
     """
 
     def __init__(self, tenants: Iterable[str]) -> None:
@@ -163,7 +164,7 @@ class TenantGauges(Collector):
 
 
 class PrefixUses(Collector):
-    """The metrics of each shared prefix that are read from the decoder at each scrape."""
+    """The metrics of shared prefixes that are read from the decoder at each scrape."""
 
     def __init__(self, decoder: Callable[[], Decoder | None]) -> None:
         self._decoder = decoder
@@ -231,7 +232,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             FLIP_BUCKETS_S,
         )
         rebuild = histogram("engine_rebuild", "Time without an engine.", REBIND_BUCKETS_S, ("kind",))
-        # Create all series at the start: if a series first appeared with the value 1, its `increase` would be 0.
+        # Create all series at the start: for a series that first appears with the value 1, `increase` would be 0.
         kinds = ("prompt", "emitted", "replayed")
         self._tokens = {(name, kind): tokens.labels(name, kind) for name in self._tenants for kind in kinds}
         self._rows = {kind: rows.labels(kind) for kind in ("decode", "prompt")}
@@ -250,7 +251,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
     def on_step(self, report: StepReport) -> None:
         """Count a step's rows, its tokens, and the times since the previous tokens."""
         now, last, tokens = self._clock(), self._last, report.tokens
-        # These sequences got their first token in this step, so their whole prompt or replay has been computed.
+        # These sequences got their first token in this step, so their whole prompt or replay was computed.
         for request in tokens.requests[bisect_left(tokens.rows, report.decode_rows) :]:
             self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
         # A replay continues a sequence under its original id, so the gap includes the time of the replay.
@@ -265,7 +266,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             if before:
                 self._gaps.observe(tenant, now - before, count)
                 self._on_gap(tenant_id, now - before, count)
-        # If there are too many entries, drop all. At worst, one gap per sequence is not measured.
+        # If there are too many entries, drop all: at worst, one gap per sequence is not measured.
         if len(last) > MAX_FOLLOWED:
             last.clear()
         self._rows["decode"].inc(report.decode_rows)
@@ -280,7 +281,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             self._flip.observe(report.flip_to_report_s)
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Measure the time after which a request continues after a loss."""
+        """Measure the time from a loss until the request continues."""
         scope = "engine" if report.is_engine_scoped else "region"
         self._rebind[self._label(report.tenant_id), scope].observe(report.latency_s)
 

@@ -45,13 +45,13 @@ MAX_MODEL_QUEUE: Final = 4096
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
-"""Default of the longest time that a request waits for admission. Clients give up or retry after a few minutes, so it
-is shorter.
+"""Default for the longest time that a request waits for admission. It is shorter than a few minutes, after which
+clients give up or retry.
 """
 
 DEFAULT_CHAT_TOKENS: Final = 256
-"""Default of the maximum number of tokens of a chat's answer. The server reserves blocks for this many tokens, so it is
-much less than the context length."""
+"""Default for the maximum number of tokens of a chat's answer. The server reserves blocks for this many tokens, so the
+default is much less than the context length."""
 
 MAX_HTTP_PROCESSES: Final = 64
 """Maximum number of processes that serve HTTP. Each loads its own copy of the tokenizer, about 100 MB."""
@@ -120,7 +120,7 @@ def _read_tokens(value: Any) -> tuple[int, ...]:
 
 
 def _read_engine(value: Any) -> Mapping[str, Any]:
-    """Return the table of a model's own engine settings, which `_models` checks with those of `[engine]`."""
+    """Return the table of a model's own engine settings, which `_models` checks together with `[engine]`."""
     if not isinstance(value, dict):
         raise must_be("a table", value)
     return value
@@ -136,7 +136,7 @@ class KeyTable:
             "The key's sha256. To make a key: openssl rand -hex 32",
             what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
             read=_read_digest,
-            # The value is secret, because an operator may have written the key itself here by mistake.
+            # Treat the value as secret, because an operator may have written the key itself here by mistake.
             is_secret=True,
         ),
     ] = None
@@ -204,7 +204,7 @@ class TenantTable(KeyTable):
 
     @property
     def blocks(self) -> int:
-        """The blocks of the tenant's region, from whichever of the two settings is set."""
+        """The number of blocks of the tenant's region, from whichever of the two settings is given."""
         return self.max_blocks or -(-(self.context_tokens or 0) // PAGE)
 
 
@@ -238,7 +238,7 @@ class EngineTable(DecoderSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledModelTable:
-    """The table `[models.NAME]` of a model, on a server with several. Its `engine` overrides settings of `[engine]`."""
+    """The table `[models.NAME]` of one of several models. Its `engine` overrides settings of `[engine]`."""
 
     model: Annotated[
         str,
@@ -499,14 +499,14 @@ class DecodeSettings:
         audit: Whether the daemon's audit log gets a record of each finished request.
         decoder: The decoder's limits.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Default of the maximum number of tokens of a chat's answer; fewer if the prompt leaves less room.
+        chat_tokens: Default for the maximum number of tokens of a chat's answer; fewer if the prompt leaves less room.
         tenants: The tenants with their limits.
         keys: The tenants' keys.
         operator_digest: The sha256 of the operator's key; None for a server without the page.
         http_processes: Number of processes that serve HTTP; 0 if the decoder's process does.
         pool: The table `[pool]`; None with one model.
         models: The models by name; empty with one model.
-        prefixes: The prefixes that all tenants share; with several models empty, because `models` has them.
+        prefixes: The prefixes that all tenants share; empty with several models, whose entries in `models` have them.
         aliases: Further names of the only model; empty with several models.
     """
 
@@ -565,7 +565,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     for tenant_id, table in file.tenants.items():
         if not _NAME.fullmatch(tenant_id):
             raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
-        # Tenants' names are free, so no declaration can list their tables. Read each one separately.
+        # Tenants may have any names, so no declaration can list their tables. Read each table separately.
         tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
         tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
         digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
@@ -612,7 +612,7 @@ def _prefixes(
         if unknown := [model for model in table.models or () if model not in (models or {})]:
             raise InvalidRequest(f"{path}: prefixes.{name}.models: there is no [models.{unknown[0]}]")
         prefixes.append((table.named(name), tuple(models or ()) if table.models is None else table.models))
-    # Sort them, so that a file with the same prefixes in another order does not count as a change of the model.
+    # Sort the prefixes, so that the same prefixes in another order do not count as a change of the model.
     return sorted(prefixes, key=lambda entry: entry[0].name)
 
 
@@ -624,7 +624,7 @@ def _models(
     permitted: Mapping[str, Sequence[str]],
     prefixes: Sequence[tuple[NamedPrefix, Sequence[str]]],
 ) -> dict[str, ModelSpec]:
-    """Return the models of a server with several, by name. Each lists the tenants that may use it."""
+    """Return the models of a server with several models, by name. Each lists the tenants that may use it."""
     models, names = {}, Counter(tables.keys())
     for name, values in tables.items():
         if not _NAME.fullmatch(name):
@@ -663,7 +663,7 @@ def _read_key(where: str, file: Path) -> str:
     """Return the key in a file. Raises InvalidRequest unless root or this user owns it, and nobody else can read it."""
     try:
         with open_regular(file) as opened:
-            # Check the open file rather than the path, at which another file could appear in between.
+            # Check the open file rather than the path, where another file could appear in between.
             status = os.fstat(opened.fileno())
             if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: other users can access key_file {file}", f"chmod 600 {file}")

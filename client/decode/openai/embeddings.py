@@ -1,7 +1,7 @@
 """`/v1/embeddings`: vectors of texts, for models whose files specify the pooling.
 
-Each input is a separate prompt. Its rows share steps with the rows of all other requests, but the bits of its vector do
-not depend on them. The vector has the length 1.
+Each input is a separate prompt. Its rows share steps with rows of other requests, but the bits of its vector do not
+depend on them. A vector has length 1.
 """
 
 import base64
@@ -80,7 +80,7 @@ def _inputs(value: Any) -> list[Any]:
 
 
 async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
-    """Wait for the vector of an input. Raises the errors of the generation, and ApiError if that was cancelled."""
+    """Wait for the vector of an input. Raises the generation's errors, and ApiError if it was cancelled."""
     async for _ in generation:
         # After the last row, one token is emitted. Ignore it.
         pass
@@ -92,7 +92,7 @@ async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
 def embeddings_reply(
     vectors: Sequence["NDArray[np.float32]"], tokens: int, model: str, *, is_base64: bool
 ) -> dict[str, Any]:
-    """Return the body of the reply: the vectors in the order of the inputs. `tokens` is the number of all tokens."""
+    """Return the body of the reply: the vectors in the order of the inputs. `tokens` is the total number of tokens."""
     data = [
         {
             "object": "embedding",

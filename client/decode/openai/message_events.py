@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Return the body of an error. In addition to Anthropic's members it has `param` and `code`, as on other paths."""
+    """Return the body of an error: Anthropic's members and, as on other paths, `param` and `code`."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     members = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
     return {"type": "error", "error": members}
@@ -50,17 +50,18 @@ class MessageEvents:
         """
         self.content: list[dict[str, Any]] = []
         self._id, self._model, self._prompt_tokens, self._seed = request_id, model, prompt_tokens, seed
-        # The incomplete block, and the text of its arguments so far if it is a call. None between blocks.
+        # The incomplete block, and for a call the text of its arguments so far. None between blocks.
         self._block: dict[str, Any] | None = None
         self._arguments = ""
         self._index = 0
-        # White space that belongs to no block yet: dropped if a call follows, put before the text if text follows.
+        # White space that belongs to no block yet. It is dropped if a call follows, and put before the text if text
+        # follows.
         self._blanks = ""
         self._replays: int | None = None
         self._stop: str | None = None
 
     def begin(self) -> Iterator[Event]:
-        """Yield the events at the beginning of a stream."""
+        """Yield the first events of a stream."""
         counts = TokenCounts(self._prompt_tokens, 0, 0)
         yield {"type": "message_start", "message": self._message(None, counts)}
 
@@ -92,7 +93,7 @@ class MessageEvents:
         return self._message(finish, counts)
 
     def fail(self, error: ApiError) -> Event:
-        """Return the last event of a stream that fails."""
+        """Return the last event of a stream that ends with an error."""
         return error_body(error) | {EXTENSION: error.event_body()[EXTENSION]}
 
     # --- blocks ---
@@ -146,7 +147,7 @@ class MessageEvents:
             try:
                 block["input"] = json.loads(self._arguments)
             except (ValueError, RecursionError):
-                # A call that was cut off is not valid JSON. Leave it out of the message; stop_reason says why.
+                # A call that was cut off is not valid JSON. Leave it out of the message: stop_reason tells why.
                 return
         self.content.append(block)
 

@@ -1,6 +1,6 @@
-"""Translates bodies of `/v1/messages`, Anthropic's API, into chats; texts and tools are supported.
+"""Translates bodies of `/v1/messages`, Anthropic's API, into chats. Texts and tools are supported.
 
-A parameter that would change the answer but is not supported is refused by name, as for completions.
+As for completions, an unsupported parameter that would change the answer is refused by name.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ COUNTED: Final[Mapping[str, RequestParameter]] = {
     "cache_control": _IGNORED,
     "messages": _USED,
     "model": _USED,
-    # The form of the answer does not change the prompt, so it does not change the count.
+    # The form of the answer changes neither the prompt nor the count.
     "output_config": _USED,
     "speed": RequestParameter(neutral=("standard",)),
     "system": _USED,
@@ -70,7 +70,7 @@ _NAMES: Final = {
     "continue_final_message": "messages",
     "response_format": "output_config",
 }
-"""Maps a chat's parameters to those of `/v1/messages` with another name. Used to translate errors of the chat."""
+"""Maps a chat's parameters to parameters of `/v1/messages` with another name, to translate the chat's errors."""
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 """Maps the types of `tool_choice` in Anthropic's API to a chat's values of `tool_choice`."""
@@ -89,19 +89,19 @@ _BLOCK_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tool_use": ("type", "id", "name", "input", "cache_control"),
     "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
 }
-"""The accepted members of each type of block. Other members must be null or []: clients send back blocks of earlier
-replies, which contain such members."""
+"""The accepted members of each type of block. Other members must be null or [], because clients send back blocks of
+earlier replies, which contain such members."""
 
 
 def read_message(
     reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
 ) -> dict[str, Any]:
-    """Parse a body in a text process, as `read_completion` does.
+    """Parse a body, in a text process, as `read_completion` does.
 
     Args:
         reader: Tokenizes the prompt.
         body: The body, JSON.
-        is_chat: Not used; present because all such functions take the parameters of `read_completion`.
+        is_chat: Not used: all such functions take the parameters of `read_completion`.
         fresh_seed: The seed to use.
         names: The names of the served model.
     """
@@ -117,7 +117,7 @@ def read_message(
 
 
 def count_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
-    """Count the tokens of a prompt in a text process. Returns the reply's body, or `error` with an ApiError's parts."""
+    """Count a prompt's tokens, in a text process. Returns the reply's body, or `error` with an ApiError's parts."""
     try:
         parameters = parse_object(body)
         check_parameters(parameters, COUNTED, is_chat=True)
@@ -210,13 +210,13 @@ def _add_turn(where: str, messages: list[dict[str, Any]], turn: dict[str, Any]) 
 
 
 def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """Return a user's message as several messages of a chat: one per tool result, and one per text between results."""
+    """Return a user's message as messages of a chat: one for each tool result and each text between results."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if _kind(block) == "tool_result":
             _check_members(where, block, _BLOCK_MEMBERS["tool_result"], "messages")
             _check_text(where, block, "tool_use_id")
-            # Leave `is_error` out, because templates have no field for it. The content describes the error.
+            # Leave out `is_error`, for which templates have no field. The content describes the error.
             content = block.get("content")
             text = "" if content is None else _text(where, content, "messages")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})

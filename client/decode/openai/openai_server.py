@@ -13,7 +13,7 @@
     GET  /metrics                                Prometheus' text format
 
 Each caller has a key (`Authorization: Bearer KEY`, or `X-Api-Key: KEY`), which identifies its tenant. If a region is
-lost, its sequences are replayed. All that the caller sees of this is the member `gpulease` in the next object.
+lost, its sequences are replayed. The caller notices this only by the member `gpulease` in the next object.
 """
 
 import asyncio
@@ -84,15 +84,15 @@ ErrorForm = Callable[[ApiError], dict[str, Any]]
 """Returns the body of the reply to an error."""
 
 SEND_LIMIT_S: Final = 60.0
-"""Maximum time, in seconds, in which a caller must receive a piece of a reply. Without a limit, the answers of callers
-that do not read would stay in memory."""
+"""Maximum time, in seconds, for a caller to receive a piece of a reply. Without a limit, the answers of callers that do
+not read would stay in memory."""
 
 SILENCE_S: Final = 5.0
-"""If a stream has no events, the server sends a comment after this many seconds, at most after twice as many. Many
-proxies close connections that are silent for 60 s, some after 30 s."""
+"""If a stream has no events, the server sends a comment after this many seconds, at the latest after twice as many.
+Many proxies close connections that are silent for 60 s, some after 30 s."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-"""The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
+"""The form that X-Request-Id must have, because the id appears in logs, the audit log and replies."""
 
 HEALTH_PATHS: Final = ("/healthz", "/health", "/v1/health", "/ping")
 """Paths of the health report. Other servers use the same paths, so that load balancers need no change."""
@@ -138,7 +138,7 @@ def make_openai_application(
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
         report = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
-        # Load balancers use the status. Operators also read since when there has been no engine, and why.
+        # Load balancers use the status. Operators read when the engine was lost, and why.
         if outage := decoder.outage:
             report |= {"engine_lost": outage.report(time.monotonic(), time.time())}
         return Response(json.dumps(report), 200 if is_serving else OVERLOADED, media_type=JSON)
@@ -163,7 +163,7 @@ def make_pool_application(
 
     Args:
         pool: The pool, which must stay open for as long as the application serves.
-        models: The server's models, which are those of the pool.
+        models: The pool's models.
         keys: The tenants' keys.
         routes: Further routes.
         metrics: Renders the metrics.
@@ -177,7 +177,7 @@ def make_pool_application(
         return Response(json.dumps({"status": "ok", "models": reports()}), media_type=JSON)
 
     async def show_ready(request: Request) -> Response:
-        """Reply 200 if the model in `?model=`, or without that parameter any model, is ready to serve requests."""
+        """Reply 200 if the model in `?model=`, or without the parameter any model, is ready to serve requests."""
         states, requested = reports(), request.query_params.get("model")
         model = None if requested is None else pool.name_of(requested)
         if requested is not None and model not in states:
@@ -222,7 +222,7 @@ def _application(
         Route("/version", show_version, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
-    # These routes come first, so that additional routes can't replace them.
+    # Put these routes first, so that additional routes can't replace them.
     return Starlette(
         routes=[*own_routes, *routes], exception_handlers=ERROR_REPLIES, middleware=browsers_of(cors_origins)
     )
@@ -274,8 +274,7 @@ class OpenAiFace:
                     submitted = await _unless_disconnected(beginning, request.receive)
                     started += submitted.generations
         async with _cancelled_after(submitted.generations, request.receive):
-            # Step 3: send the tokens. The generations are cancelled at the end of this block, or if the caller
-            # disconnects.
+            # Step 3: send the tokens. Cancel the generations at the end of this block, or when the caller disconnects.
             await self._answer(submitted, reply)
 
     async def _answer(self, submitted: Submitted, reply: "_Reply") -> None:
@@ -297,7 +296,7 @@ class OpenAiFace:
             await gather_or_cancel(answer.collect() for answer in answers)
             wholes: list[AnswerPiece] = []
             for first in range(0, len(answers), request.tries):
-                # Compute this once for all answers to a prompt, because 128 copies would use too much memory.
+                # Compute this once for all answers to a prompt: 128 copies would take too much memory.
                 prompt_logprobs = await answers[first].prompt_logprobs()
                 for answer in best_of(answers[first : first + request.tries], request.choices):
                     answer.whole.prompt_logprobs = prompt_logprobs
@@ -324,7 +323,7 @@ class OpenAiFace:
             for generation in generations:
                 generation.cancel()
 
-        # The head is sent at once, and comments while no tokens are ready. If the caller does not read them, abort.
+        # Send the head at once, and comments while no tokens are ready. If the caller does not read them, abort.
         async with reply.stream(abort):
             await gather_or_cancel(send(index, answer) for index, answer in enumerate(answers))
             # OpenAI sends the token counts in a last object without choices.
@@ -335,7 +334,7 @@ class OpenAiFace:
 
 def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
     """Return the token counts of a request so far."""
-    # Count the reused tokens of each prompt once, even if it has several answers: only the sequence of the first answer
+    # Count the reused tokens of each prompt once, even if it has several answers: only the first answer's sequence
     # reused blocks of earlier requests.
     firsts = submitted.generations[:: submitted.request.tries]
     return TokenCounts(
@@ -396,7 +395,7 @@ class _Texts:
         self._models, self._keys = models, keys
 
     async def tokenize(self, request: Request) -> Response:
-        """Reply with the tokens that the model would get for a prompt or a chat."""
+        """Reply with the tokens that the model would receive for a prompt or a chat."""
 
         async def run(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
             tokens = tokens_of(await source.do(tenant, read_tokens, body))
@@ -424,7 +423,7 @@ class _Texts:
     async def show_tokenizer(self, request: Request) -> Response:
         """Reply with the special tokens and the chat template of the model in `?model=`, in the format of vLLM.
 
-        Some programs need them because they apply the template themselves.
+        Programs that apply the template themselves need these.
         """
         model = request.query_params.get("model", "")
 
@@ -440,12 +439,12 @@ class _Texts:
         run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
     ) -> Response:
-        """Reply with the result of `run` for the model that `body` names. `body` is by default the request's body."""
+        """Reply with the result of `run` for the model that `body` names. By default, `body` is the request's body."""
         tenant, request_id = "", request_id_of(request)
         headers = id_headers_of(request.scope, request_id)
         try:
             tenant = tenant_of(self._keys, request)
-            # Tokenizing a text costs as much as tokenizing a prompt, so this needs a place, too.
+            # This costs as much as tokenizing a prompt, so it needs a place, too.
             async with self._models.place(tenant) as place:
                 if body is None:
                     body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
@@ -459,7 +458,7 @@ class _Texts:
 
 
 class _EngineEndpoint(ABC):
-    """An endpoint that uses the engine. It is an ASGI application, so that it can detect that its caller disconnects.
+    """An endpoint that uses the engine. It is an ASGI application, so that it can detect a caller's disconnection.
 
     Args:
         models: The server's models.
@@ -483,7 +482,7 @@ class _AnswerEvents(Protocol):
     """Turns the pieces of an answer into the events of another API. Each event has a `type`."""
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the events at the beginning of a stream."""
+        """Yield the first events of a stream."""
 
     def add(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
         """Add a piece of the answer. Yield its events."""
@@ -511,7 +510,7 @@ class _ChatEndpoint(_EngineEndpoint):
 
     @abstractmethod
     def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> _AnswerEvents:
-        """Return the object that makes the events of the answer. `answer` is the result of `job`."""
+        """Return the object that makes the answer's events. `answer` is the result of `job`."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
@@ -591,7 +590,7 @@ class _Embeddings(_EngineEndpoint):
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        # The request keeps its place until all inputs are computed, because some are submitted only then.
+        # The request keeps its place until all inputs are computed, because some are submitted only late.
         async with self._models.place(tenant) as place:
             body = await reply.read(request)
             source = await _unless_disconnected(place.source(body), request.receive)
@@ -645,7 +644,7 @@ async def _served(log: DecodeLog, reply: "_Reply", serving: Coroutine[Any, Any, 
 
 
 def _api_error(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
-    """Return the reply to an error. Details that the caller must not see are only logged."""
+    """Return the reply to an error. Logs details that the caller must not see."""
     if isinstance(error, ClientDisconnect):
         return ApiError(CLOSED_REQUEST, "closed", "The caller disconnected.")
     return reply_to_error(error, log, reply.tenant, reply.request_id)
@@ -656,7 +655,7 @@ class _Reply:
 
     Attributes:
         request_id: The request's id.
-        tenant: The tenant's id; "" until the key was checked.
+        tenant: The tenant's id; "" until the key is checked.
         is_body_read: Whether the request's body was read. If not, the connection can't be reused.
         is_started: Whether the head was sent. From then on, an error can only be sent as an event of the stream.
     """
@@ -692,7 +691,7 @@ class _Reply:
             await self._put(COMMENT)
 
         async def comment() -> None:
-            # `event` clears the flag. That is cheaper than reading a clock for each token.
+            # `event` clears the flag, which is cheaper than reading a clock for each token.
             with suppress(TimeoutError):
                 while True:
                     self._is_silent = True
@@ -711,7 +710,7 @@ class _Reply:
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Callable[[], None]]:
-        """Yield a function that begins a stream and, from then until the block ends, sends comments in the stream."""
+        """Yield a function that begins a stream, in which comments are then sent until the block ends."""
         is_over, commenting = asyncio.Event(), list[asyncio.Task[None]]()
 
         async def comment() -> None:
@@ -726,7 +725,7 @@ class _Reply:
             yield lambda: commenting.append(asyncio.create_task(comment()))
         finally:
             # Wait for the task instead of cancelling it, because it may be sending the head. This raises TimeoutError
-            # if the caller does not receive that in time.
+            # if the caller does not receive the head in time.
             is_over.set()
             await asyncio.gather(*commenting)
 
@@ -747,7 +746,7 @@ class _Reply:
             return
         data = json.dumps(body).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
-        # If the body was not read, the rest of it may still arrive, so the connection can't be reused.
+        # If the body was not read, its rest may still arrive, so the connection can't be reused.
         await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
         await self._put(data, is_last=True)
 
@@ -777,10 +776,10 @@ async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -
 
 @contextmanager
 def _cancelled_on_failure() -> Iterator[list[Generation]]:
-    """If the block fails, cancel the generations that it has added to the list, because no caller will read them.
+    """If the block fails, cancel the generations that it added to the list, because no caller will read them.
 
-    The block can fail after the sequences were submitted: if the caller does not read while its model is being loaded,
-    the exception is raised at the end of `_Reply.loading`.
+    The block can fail even after the sequences were submitted: if the caller does not read while its model is being
+    loaded, the exception is raised at the end of `_Reply.loading`.
     """
     started: list[Generation] = []
     try:
@@ -840,7 +839,7 @@ def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None, form: 
 
 
 def refuse(scope: Scope, problem: Problem) -> Response:
-    """Return the reply to a request that is refused before the application gets it, in the format of its path."""
+    """Return the reply, in the format of its path, to a request that is refused before the application gets it."""
     # The operator's page expects RFC 9457 problems; all other paths are for clients of OpenAI's or Anthropic's API.
     if scope["path"] == "/" or scope["path"].startswith("/page/"):
         return refuse_as_problem(scope, problem)
@@ -871,4 +870,4 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 ERROR_REPLIES: Final = {404: _not_found, 405: _not_found, 500: _failed}
-"""Functions that make the replies to errors outside of endpoints, by status."""
+"""Functions that make the replies to errors outside endpoints, by status."""

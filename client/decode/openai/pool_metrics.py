@@ -1,6 +1,6 @@
 """The metrics of a server with several models.
 
-They are all families of `decode_metrics`, with the label `model` added to each, and these:
+They are all families of `decode_metrics`, each with the additional label `model`, and these:
 
     gpulease_decode_model_state{model, state}        gauge: 1 for the state of the model, 0 for the others
     gpulease_decode_model_bytes{model}               gauge: memory of its lease
@@ -51,7 +51,7 @@ class PoolMetrics(ServerMetrics):
         self.registry.register(_OfPool(pool))
 
     def observer(self, model: str) -> DecoderObserver:
-        """Return a model's observer. Each decoder that the model gets over time has the same one."""
+        """Return a model's observer. All decoders that the model gets over time share it."""
         if model not in self._models:
 
             def decoder() -> Decoder | None:

@@ -1,6 +1,6 @@
 """The job that parses a request's body and tokenizes its prompts, in a text process.
 
-The JSON is parsed there, too, because a tenant can send up to 4 MiB of it.
+The JSON is parsed there, too, because a tenant can send up to 4 MiB.
 """
 
 import json
@@ -46,7 +46,7 @@ def read_completion(
         return {"error": error.parts}
     with about(prompt_parameter(is_chat=is_chat)):
         prompts = read_prompts(reader, request)
-    # The texts are not needed any more, so don't send them back.
+    # The texts are no longer needed, so do not send them back.
     short = replace(request, prompts=(), messages=(), variables={}, cut=None, form=None, tools=(), bad_words=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
 
@@ -59,14 +59,14 @@ def read_as_chat(
     Args:
         reader: Tokenizes the prompt.
         chat: The body of the chat.
-        parameters: Maps a chat's parameters to the other API's names for them. Used to translate errors.
+        parameters: Maps a chat's parameters to their names in the other API, to translate errors.
         fresh_seed: The seed to use if the chat has none.
         names: The names of the served model.
     """
     try:
         body = json.dumps(chat).encode()
     except RecursionError:
-        # The chat is nested deeper than the other API's body, which was just within the limit.
+        # The chat is nested deeper than the other API's body, which was still within the limit.
         return {"error": invalid("the body is nested too deeply", code="invalid_json").parts}
     try:
         answer = read_completion(reader, body, True, fresh_seed, names)
@@ -76,8 +76,8 @@ def read_as_chat(
     if "error" in answer:
         status, code, message, param, retry_after_s = answer["error"]
         for name, other in parameters.items():
-            # A message begins with the parameter's name. A name without an underscore may also be an ordinary word of
-            # the message, so replace it only at the beginning.
+            # A message begins with the parameter's name. A name without an underscore may be an ordinary word elsewhere
+            # in the message, so replace it only at the beginning.
             message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}\b", other, message)
         return {"error": (status, code, message, parameters.get(param or "", param), retry_after_s)}
     return answer
@@ -85,7 +85,7 @@ def read_as_chat(
 
 @contextmanager
 def about(parameter: str) -> Iterator[None]:
-    """Set the parameter of each RequestRejected that the block raises, unless it has one."""
+    """Set the parameter of a RequestRejected that the block raises, unless it has one."""
     try:
         yield
     except RequestRejected as error:
@@ -94,7 +94,7 @@ def about(parameter: str) -> Iterator[None]:
 
 
 def read_prompts(reader: "PromptReader", request: CompletionRequest) -> list[list[int]]:
-    """Return the tokens of each of a request's prompts. Raises the errors of the reader."""
+    """Return the tokens of each of a request's prompts. Raises the reader's errors."""
     if request.is_chat:
         return [
             reader.read_chat(
@@ -114,7 +114,7 @@ def read_prompts(reader: "PromptReader", request: CompletionRequest) -> list[lis
 
 
 def with_tokens(reader: "PromptReader", request: CompletionRequest) -> CompletionRequest:
-    """Return the request with its bad words as tokens in `sampling`. Raises ApiError if a word can't be forbidden."""
+    """Return the request with its bad words, as tokens, in `sampling`. Raises ApiError if a word can't be forbidden."""
     if not request.bad_words:
         return request
     try:
@@ -125,7 +125,7 @@ def with_tokens(reader: "PromptReader", request: CompletionRequest) -> Completio
 
 
 def with_grammar(reader: "PromptReader", request: CompletionRequest) -> CompletionRequest:
-    """Return the request with the grammar of its form or tools in `sampling`.
+    """Return the request with the grammar, of its form or its tools, in `sampling`.
 
     Raises ApiError if the model has no known format of tool calls, or if the grammar is refused.
     """
@@ -165,7 +165,7 @@ def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple
     if "error" in answer:
         raise ApiError(*answer["error"])
     fields = answer["asked"]
-    # msgpack has no tuples and no dataclasses, so rebuild them.
+    # msgpack has neither tuples nor dataclasses, so rebuild them.
     sampling = fields["sampling"]
     lists = {
         "logit_bias": tuple((token, bias) for token, bias in sampling["logit_bias"]),

@@ -1,8 +1,8 @@
-"""All known parameters of completions and chats: which ones are used, and which values of the unused ones are accepted.
+"""All known parameters of completions and chats: which are used, and which values are accepted of the unused ones.
 
 They are the parameters of OpenAI's API, and those that clients of other model servers send. A parameter that is not
 supported is refused, unless its value does not change the answer. null counts as left out. An unknown name is refused,
-because it may be a misspelt one, and ignoring it would give a wrong answer without an error.
+because it may be misspelt, and ignoring it would give a wrong answer without an error.
 """
 
 import json
@@ -23,7 +23,7 @@ class RequestParameter:
 
     Attributes:
         is_used: Whether the server supports it.
-        is_ignored: Whether every value is accepted and ignored, because none changes the answer.
+        is_ignored: Whether every value is accepted and ignored, because no value changes the answer.
         neutral: The values that do not change the answer. They are accepted even if the parameter is not supported, or
             belongs to the other endpoint.
         is_of_chats: Whether it is a parameter of chats.
@@ -237,7 +237,7 @@ TOKENIZE: Final[Mapping[str, RequestParameter]] = {
     "return_token_strs": _neutral(False),
     "tools": _USED,
 }
-"""The parameters of `/tokenize`, by name: those of vLLM's parameters that change the tokens of a prompt."""
+"""The parameters of `/tokenize`, by name: vLLM's parameters that change the tokens of a prompt."""
 
 DETOKENIZE: Final[Mapping[str, RequestParameter]] = {"model": _USED, "tokens": _USED}
 """The parameters of `/detokenize`, by name."""
@@ -246,7 +246,7 @@ DETOKENIZE: Final[Mapping[str, RequestParameter]] = {"model": _USED, "tokens": _
 def check_parameters(
     parameters: Mapping[str, Any], table: Mapping[str, RequestParameter], *, is_chat: bool = False, where: str = ""
 ) -> None:
-    """Check the names of a request's parameters, and the values of those that are not used.
+    """Check the names of a request's parameters, and the values of the unused ones.
 
     Args:
         parameters: The request's parameters.
@@ -262,7 +262,7 @@ def check_parameters(
             continue
         parameter = table.get(name)
         is_known = parameter is not None and (parameter.is_of_chats if is_chat else parameter.is_of_completions)
-        # Some clients always send a parameter of the other endpoint. Accept it if its value changes nothing.
+        # Some clients always send a parameter of the other endpoint. Accept the parameter if its value changes nothing.
         if parameter is not None and not is_known and any(_is_alike(value, neutral) for neutral in parameter.neutral):
             continue
         if parameter is None or not is_known:
@@ -280,5 +280,5 @@ def check_parameters(
 
 
 def _is_alike(value: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal. 1 equals 1.0 but, unlike in Python, not true."""
+    """Return whether two JSON values are equal. Unlike in Python, 1 equals 1.0 but not true."""
     return value == other and isinstance(value, bool) is isinstance(other, bool)

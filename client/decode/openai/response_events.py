@@ -20,7 +20,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "top_p": 1.0,
     "user": None,
 }
-"""The values of parameters in the reply if the request does not have them."""
+"""The values that the reply has for parameters that the request leaves out."""
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
@@ -58,12 +58,13 @@ class ResponseEvents:
         self._number = 0
         # The incomplete item; None between items.
         self._item: dict[str, Any] | None = None
-        # White space that belongs to no item yet: dropped if a call follows, put before the text if text follows.
+        # White space that belongs to no item yet. It is dropped if a call follows, and put before the text if text
+        # follows.
         self._blanks = ""
         self._replays: int | None = None
 
     def begin(self) -> Iterator[Event]:
-        """Yield the events at the beginning of a stream."""
+        """Yield the first events of a stream."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress"))
 
@@ -91,7 +92,7 @@ class ResponseEvents:
         return response
 
     def fail(self, error: ApiError) -> Event:
-        """Return the last event of a stream that fails."""
+        """Return the last event of a stream that ends with an error."""
         error_body = {"code": error.code, "message": error.message, "param": error.param}
         return self._event("error", **error_body, **{EXTENSION: error.event_body()[EXTENSION]})
 

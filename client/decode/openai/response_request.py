@@ -1,7 +1,7 @@
-"""Parses the bodies of requests to `/v1/responses` into chats; texts and functions are supported.
+"""Translates the bodies of requests to `/v1/responses` into chats. Texts and functions are supported.
 
-The server stores no responses, so each request contains the whole conversation, in `input`. A parameter that would
-change the answer but is not supported is refused by name, as for completions.
+The server stores no responses, so each request contains the whole conversation, in `input`. As for completions, an
+unsupported parameter that would change the answer is refused by name.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "background": RequestParameter(neutral=(False,)),
     "context_management": _REFUSED,
     "conversation": _REFUSED,
-    # Clients that ask the server to store nothing request the reasoning in this form. The server accepts the value, but
-    # has no reasoning to return.
+    # Clients that ask the server to store nothing request the reasoning in this form. Accept the value, although there
+    # is no reasoning to return.
     "include": RequestParameter(neutral=([], ["reasoning.encrypted_content"])),
     "input": _USED,
     "instructions": _USED,
@@ -75,7 +75,7 @@ _SAME_NAMES: Final = ("model", "parallel_tool_calls", "stream", "temperature", "
 """The parameters that a chat has under the same name and with the same values."""
 
 _NAMES: Final = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
-"""Maps a chat's parameters to those of `/v1/responses` with another name. Used to translate errors of the chat."""
+"""Maps a chat's parameters to parameters of `/v1/responses` with another name, to translate the chat's errors."""
 
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _MESSAGE_MEMBERS: Final = ("type", "role", "content", "id", "status", "phase")
@@ -84,14 +84,14 @@ _MESSAGE_MEMBERS: Final = ("type", "role", "content", "id", "status", "phase")
 def read_response(
     reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
 ) -> dict[str, Any]:
-    """Parse a body in a text process, as `read_completion` does.
+    """Parse a body, in a text process, as `read_completion` does.
 
-    `response` in the result has the values that the reply repeats.
+    The result's `response` has the values that the reply repeats.
 
     Args:
         reader: Tokenizes the prompt.
         body: The body, as JSON.
-        is_chat: Not used; present because all such functions take the parameters of `read_completion`.
+        is_chat: Not used: all such functions take the parameters of `read_completion`.
         fresh_seed: The seed if the request has none.
         names: The names of the served model.
     """
@@ -146,7 +146,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
-                # In a chat, calls are part of the assistant's message before them.
+                # In a chat, calls are part of the preceding message, the assistant's.
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)

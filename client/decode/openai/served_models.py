@@ -1,4 +1,4 @@
-"""The models of a server, and how the model that a request names is found. This module does not depend on HTTP.
+"""The models of a server, and the search for the model that a request names. This module does not depend on HTTP.
 
 `OneModel` is a server with one model, which is always loaded. `ManyModels` has a pool of models. The pool loads a
 request's model onto the card before the request continues.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_LOAD_WAIT_S: Final = 60.0
-"""Default of the longest time that a request without a stream waits for its model. Many proxies close a connection that
-is silent for this long."""
+"""Default for the longest time that a request without a stream waits for its model. Many proxies close a connection
+that is silent for this long."""
 
 
 class RequestPlace(Protocol):
@@ -35,7 +35,7 @@ class RequestPlace(Protocol):
     async def source(
         self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
     ) -> DecoderSource:
-        """Return the source of the model that a body names, and keep the model on the card until the block ends.
+        """Return the source for the model that a body names, and keep the model on the card until the block ends.
 
         If the model is not on the card, wait for it. `on_loading` is then called if the request is for a stream.
 
@@ -48,10 +48,10 @@ class RequestPlace(Protocol):
         """
 
     def hold(self, generations: Sequence[Generation]) -> None:
-        """Keep the model on the card also after the block, until these sequences have ended."""
+        """Keep the model on the card even after the block, until these sequences have ended."""
 
     def path(self) -> str:
-        """Return the path of the model that `source` found: the path at that time, even if a reload has changed it."""
+        """Return the path of the model that `source` found, as it was then, even if a reload has changed it."""
 
 
 class ServedModels(Protocol):
@@ -69,7 +69,7 @@ class ServedModels(Protocol):
         """Take a place for a request before its body is read. Raises AdmissionRefused if the tenant has none left."""
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
-        """Return a description of each model that a tenant may use: its `id` and everything else that is known."""
+        """Return a description of each model that a tenant may use: its `id`, and whatever else is known."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":
         """Return the tokenizer of a model for which a request was submitted."""
@@ -126,7 +126,7 @@ class ManyModels:
     Args:
         pool: The pool, which must stay open.
         tenants: All tenants with their limits. Each limit applies to each model separately, and also to all requests
-            whose model is not on the card yet.
+            together whose model is not yet on the card.
         load_wait_s: Seconds that a request without a stream waits for its model.
     """
 
@@ -179,7 +179,7 @@ class ManyModels:
 
     def _length_of(self, model: str, tenant: str) -> dict[str, int]:
         decoder, spec = self._pool.decoders.get(model), self._pool.specs[model]
-        # If a model was never loaded, its context length is not known.
+        # The context length of a model that was never loaded is unknown.
         if decoder is None or not DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).has_tenant(tenant):
             return {}
         return {"max_model_len": DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).room(tenant)}
@@ -218,7 +218,8 @@ class _RoutedPlace:
             on_wait=on_loading if is_stream else lambda: None,
         )
         use = self._use = await self._stack.enter_async_context(using)
-        # Accept the name of the request, because a reload may have changed the model's names since it was loaded.
+        # Accept the name in the request, because a reload may have changed the model's names since the model was
+        # loaded.
         source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens, (route.model,))
         # From here on, the decoder counts the request.
         self._stack.enter_context(source.place(self._tenant))
@@ -234,13 +235,13 @@ class _RoutedPlace:
 
 
 def _by_names(names: Sequence[str], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a description for each name of a model. For an alias, `root` is the model's own name."""
+    """Return one description for each name of a model. For an alias, `root` is the model's own name."""
     name, *aliases = names
     return [{"id": name, **fields}, *({"id": alias, "root": name, **fields} for alias in aliases)]
 
 
 class Route(msgspec.Struct):
-    """The members of a body that are needed to find its model. Another process parses the rest.
+    """The members of a body that are needed to find the model. Another process parses the rest.
 
     Attributes:
         model: The model's name; None if the body has none.
@@ -257,7 +258,7 @@ _ROUTES: Final = msgspec.json.Decoder(Route)
 def route_of(body: bytes) -> Route:
     """Return the route of a body. Raises ApiError if the body is not a JSON object with members of these types.
 
-    This creates no objects for other members, so 4 MiB take about 10 ms; the module json would take up to 500 ms.
+    This creates no objects for other members, so 4 MiB take about 10 ms. The module json would take up to 500 ms.
     """
     try:
         return _ROUTES.decode(body)

@@ -25,7 +25,7 @@ class StopFilter:
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         pending = self._pending + text
-        # The smallest pair is the stop that ends first. If several end at the same place, it is the one that begins
+        # The smallest pair is the stop that ends first, or, if several end at the same place, the one that begins
         # first.
         matches = [(begin + len(stop), begin) for stop in self._stops if (begin := pending.find(stop)) >= 0]
         if matches:
@@ -33,7 +33,7 @@ class StopFilter:
             end, begin = min(matches)
             self.found = pending[begin:end]
             return pending[: end if self._includes_stop else begin]
-        # Hold back the longest end of the text with which a stop may begin.
+        # Hold back the longest ending of the text with which a stop may begin.
         overlap = max(_overlap(pending, stop) for stop in self._stops)
         self._pending = pending[len(pending) - overlap :]
         return pending[: len(pending) - overlap]

@@ -1,8 +1,8 @@
 """Structural tags, as in vLLM's `structural_tag`: free text that contains tags, each with content of a given form.
 
-A trigger is a text that begins one or more of the tags. The answer is free text up to a trigger. From there on it is
-one of the tags that begin with this trigger: the rest of the tag's `begin`, the content, and the tag's `end`. Then free
-text follows again. A request has either this form:
+A trigger is a text that begins one or more of the tags. The answer is free text up to a trigger. Then comes one of the
+tags that begin with this trigger: the rest of the tag's `begin`, the content, and the tag's `end`. Free text follows
+again. A request has either this form:
 
     {"triggers": ["<f="], "structures": [{"begin": "<f=add>", "schema": {...}, "end": "</f>"}]}
 
@@ -22,7 +22,7 @@ from gpulease.client.decode.text.grammar import json_rule, regex_rule, string_li
 from gpulease.client.texts import quoted
 
 MAX_TAGS: Final = 128
-"""Maximum number of tags, and of triggers. Equal to MAX_TOOLS, because tags are often calls of tools."""
+"""Maximum number of tags, and of triggers. Equal to MAX_TOOLS, because tags are often tool calls."""
 
 MAX_TAG_CHARACTERS: Final = 1024
 """Maximum length of a tag's begin, end or trigger. Equal to MAX_STOP_CHARACTERS."""
@@ -52,9 +52,9 @@ class StructuralTags:
     """The tags of an answer.
 
     Attributes:
-        triggers: The triggers. None of them is part of another.
+        triggers: The triggers, none of which is part of another.
         tags: The tags, at least one for each trigger.
-        is_required: Whether the answer must have at least one tag.
+        is_required: Whether the answer must contain at least one tag.
         is_single: Whether the answer ends after its first tag.
     """
 
@@ -67,7 +67,7 @@ class StructuralTags:
         """Return the answer's grammar.
 
         `special_token` maps the name of a special token to its id in the model; None if the model has no such token. If
-        a trigger is the name of a special token, the model emits that token for it, which never matches text.
+        a trigger is the name of a special token, the model emits that token, which never matches text.
         """
         rules = []
         for number, trigger in enumerate(self.triggers):
@@ -81,8 +81,8 @@ class StructuralTags:
         for place, tag in enumerate(self.tags):
             parts = [tag.begin.removeprefix(tag.trigger), tag.end]
             before, behind = (f"{string_literal(part)} " if part else "" for part in parts)
-            # Put the content on a separate line, because the check of the grammar counts the cost of regular
-            # expressions by line.
+            # Put the content on a separate line, because the grammar's check counts the cost of regular expressions by
+            # line.
             rules += [f"content_{place}: {tag.rule}", f"tag_{place}: {before}content_{place} {behind}".rstrip()]
         rules.append("tagged: " + " | ".join(f"tagged_{number}" for number in range(len(self.triggers))))
         if self.is_single:
@@ -93,7 +93,7 @@ class StructuralTags:
 
 
 def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
-    """Parse a structural tag, an object or a string of JSON. Raises ApiError with `parameter` as its parameter."""
+    """Parse a structural tag, an object or a string of JSON. Raises ApiError, which names `parameter`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -116,7 +116,7 @@ def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
 
 
 class _Reader:
-    """Parses the parts of one structural tag. Messages of errors begin with `name`; their parameter is `parameter`."""
+    """Parses the parts of one structural tag. Errors begin with `name`, and their parameter is `parameter`."""
 
     def __init__(self, name: str, parameter: str) -> None:
         self._name, self._parameter = name, parameter
@@ -158,7 +158,7 @@ class _Reader:
         return StructuralTags(tuple(texts), tuple(tags), is_required, is_single)
 
     def items(self, where: str, value: Any) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return the objects of a list, each with its place for errors, such as "structures[0]". Raises ApiError."""
+        """Return the objects of a list, each with its place, such as "structures[0]", for errors. Raises ApiError."""
         if (
             not isinstance(value, list)
             or not 0 < len(value) <= MAX_TAGS

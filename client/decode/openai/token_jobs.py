@@ -41,7 +41,7 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 
 
 def read_back(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
-    """Turn the tokens of a body back into text. `text_of` unpacks the result."""
+    """Turn a body's tokens back into text. `text_of` unpacks the result."""
     try:
         parameters = parse_object(body)
         check_parameters(parameters, DETOKENIZE)

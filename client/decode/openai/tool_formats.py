@@ -1,8 +1,8 @@
-"""The formats in which models write calls of tools: a grammar that enforces the format, and a parser of the calls.
+"""The formats in which models write tool calls: for each, a grammar that enforces it and a parser of the calls.
 
-The format is recognised by the model's chat template. The grammar fixes every character of a call except for its
-arguments, and these match the tool's schema. So the parser never has to guess. The supported formats are those of
-Hermes (Qwen2.5, Qwen3), Llama 3 and Mistral.
+The model's chat template shows the format. The grammar fixes every character of a call except its arguments, and these
+match the tool's schema. So the parser never has to guess. The supported formats are those of Hermes (Qwen2.5, Qwen3),
+Llama 3 and Mistral.
 """
 
 import json
@@ -36,9 +36,9 @@ class ToolFormat:
 
     Attributes:
         name: The format's name.
-        mark: A text that occurs in the chat templates of these models only.
-        trigger: The text or special token before the first call; "" if there is none. Without a trigger, an answer
-            consists of calls if its first character is "{".
+        mark: A text that occurs only in the chat templates of these models.
+        trigger: The text or special token before the first call; "" if there is none. In a format without a trigger, an
+            answer consists of calls if its first character is "{".
         first: The text between the trigger and the first call.
         arguments: The name of the member with the arguments.
         between: The text between two calls, including the trigger if it is repeated.
@@ -65,7 +65,7 @@ MISTRAL: Final = ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "[", "arg
 LLAMA_3: Final = ToolFormat("llama3", '"parameters"', "", "", "parameters", "; ", "")
 
 FORMATS: Final = (HERMES, MISTRAL, LLAMA_3)
-"""All formats, in the order in which a template is searched for their marks."""
+"""All formats, in the order in which their marks are searched for in a template."""
 
 
 def format_of(template: str) -> ToolFormat | None:
@@ -93,7 +93,8 @@ def tool_grammar(
     Args:
         written: The format.
         tools: The tools that may be called.
-        is_required: Whether the answer must consist of calls. Otherwise it may also be text, or text and then calls.
+        is_required: Whether the answer must consist of calls. Otherwise it may be text, or text followed by calls, as
+            well.
         is_parallel: Whether the answer may have several calls.
         trigger_token: The id of the special token that is the format's trigger; None if the trigger is text.
         answer: The grammar's rule for an answer without calls (`json_rule`); "" if any text is allowed.
@@ -158,7 +159,7 @@ class ToolCallParser:
         self._depth, self._in_text, self._is_escaped = 0, False, False
 
     def add(self, text: str) -> tuple[str, list[CallPart]]:
-        """Add a piece of the answer. Returns its text outside of calls, and its pieces of calls."""
+        """Add a piece of the answer. Returns its text outside calls, and its pieces of calls."""
         self._buffer += text
         visible, parts = "", list[CallPart]()
         while self._buffer:
@@ -169,13 +170,13 @@ class ToolCallParser:
                 self._read_call_head(parts)
             else:
                 parts.append(CallPart(self.calls - 1, "", self._read_arguments()))
-            # If nothing changed, the parser needs more text.
+            # Without a change, the parser needs more text.
             if before == (self._state, len(self._buffer)):
                 break
         return visible, [part for part in parts if part.name or part.arguments]
 
     def end(self) -> str:
-        """End the answer. Returns the text that was held back because it could have been the beginning of a trigger."""
+        """End the answer. Returns the text that was held back as the possible beginning of a trigger."""
         text, self._buffer = self._buffer, ""
         return text if self._state == "text" else ""
 
@@ -199,7 +200,7 @@ class ToolCallParser:
         return visible
 
     def _read_call_head(self, parts: list[CallPart]) -> None:
-        """Skip the text between calls, and parse the head of the next call once it is complete."""
+        """Skip the text between calls, and parse the head of the next call when it is complete."""
         if (match := self._head.search(self._buffer)) is not None:
             parts.append(CallPart(self.calls, match[1], ""))
             self.calls += 1
@@ -227,4 +228,4 @@ class ToolCallParser:
 
 
 _TEXT_ONLY: Final = ToolFormat("text", "", "\x00\x00", "", "", "", "")
-"""A format with a trigger that never occurs. The parser switches to it once an answer has turned out to be text."""
+"""A format with a trigger that never occurs. The parser switches to it when an answer turns out to be text."""

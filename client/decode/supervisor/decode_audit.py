@@ -113,7 +113,7 @@ class ComputedBy:
 
 
 def note_of(finished: FinishedRequest, computed_by: ComputedBy, server: str, number: int) -> dict[str, Any]:
-    """The record of a request. The record has no floats: sampling parameters are written as their shortest texts.
+    """Return the record of a request. It has no floats: sampling parameters are written as their shortest texts.
 
     `server` and `number` identify the record: it may be in the log twice, if a connection broke during the write.
     """

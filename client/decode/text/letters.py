@@ -4,7 +4,7 @@ from typing import Final
 
 
 def _letters() -> dict[str, int]:
-    """The byte of each of GPT-2's letters (bytes_to_unicode in its encoder). Printable bytes stand for themselves."""
+    """Return the byte of each of GPT-2's letters (bytes_to_unicode). Printable bytes stand for themselves."""
     # Printable Latin-1 characters stand for themselves; the other bytes get the code points from 256 on, in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

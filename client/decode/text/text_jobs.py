@@ -79,7 +79,7 @@ def unpacked_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def packed(value: Any) -> bytes:
-    """A value as msgpack. Raises TypeError, ValueError or OverflowError for a value that msgpack can't represent."""
+    """Return a value as msgpack. Raises TypeError, ValueError or OverflowError if msgpack can't represent it."""
     # JSON allows unpaired surrogates, so a tenant's text may contain them; the tokenizer refuses them later.
     data: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return data

@@ -1,7 +1,7 @@
 """The messages between the decoder's process and a front, as frames of msgpack on a socket pair.
 
 A front is a process that serves HTTP. It parses bytes from anybody, so the decoder's process does not trust it: each
-frame has a maximum size, and a frame that does not match the declaration of its message is refused.
+frame has a maximum size, and a frame that does not match its message's declaration is refused.
 
     front                                   decoder's process
       <- Welcome                              the facts that a front needs
@@ -24,24 +24,24 @@ from gpulease.client.decode.supervisor.generation import EmittedParts
 from gpulease.client.errors import GpuLeaseError
 
 MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
-"""Maximum size of a frame from a front, in bytes: the largest body and the rest of its message fit. Without this limit,
-an attacker who has taken over a front could fill the memory of the decoder's process."""
+"""Maximum size of a frame from a front, in bytes: it has room for the largest body and the rest of its message. Without
+this limit, an attacker who has taken over a front could fill the memory of the decoder's process."""
 
 MAX_STEP_BYTES: Final = 256 << 20
-"""Maximum size of a frame to a front, in bytes. The scores of a long prompt with all ranks fit. It may be this large,
-because a front trusts the decoder's process."""
+"""Maximum size of a frame to a front, in bytes. It has room for the scores of a long prompt with all ranks. It may be
+this large, because a front trusts the decoder's process."""
 
 _LENGTH_BYTES: Final = 4
 
 
 class FrontProtocolError(GpuLeaseError):
-    """A frame between a front and the server was too long, or was not one of their messages."""
+    """A frame between a front and the server was too long, or was no known message."""
 
     default_hint = "Restart the server: its processes are of different versions, or a front was taken over"
 
 
 class PlaceRequest(msgspec.Struct, tag="take_place", frozen=True):
-    """Requests a place for a tenant's request, before the front reads the request's body."""
+    """Asks for a place for a tenant's request, before the front reads the request's body."""
 
     number: int
     tenant: str
@@ -54,8 +54,8 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
         number: The request.
         body: The body.
         is_chat: Whether it is the body of a chat completion.
-        request_id: The request's id.
-        model, is_stream: On a server with several models, these members of the body, which the front has parsed.
+        request_id: The request's id. model, is_stream: On a server with several models, these two members of the body,
+        which the front has parsed.
     """
 
     number: int
@@ -80,7 +80,7 @@ class Drop(msgspec.Struct, tag="drop", frozen=True):
 
 
 class FrontReady(msgspec.Struct, tag="ready", frozen=True):
-    """The front accepts connections. When all fronts have sent this, the server reports that it is ready."""
+    """The front accepts connections. The server reports that it is ready when all fronts have sent this."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -111,7 +111,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """The model of a streaming request is being loaded. Until it is, the front sends comments in the stream."""
+    """The model of a streaming request is being loaded. Meanwhile, the front sends comments in the stream."""
 
     number: int
 
@@ -166,7 +166,7 @@ class SequenceTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a sequence: its reason, and the parts of an ApiError if it ended by an error."""
+    """The end of a sequence: the reason, and the parts of an ApiError if it ended with an error."""
 
     number: int
     sequence: int

@@ -1,7 +1,7 @@
 """The program of a front: `python -m ...front_process CONTROL LISTENING`.
 
 CONTROL and LISTENING are inherited descriptors. The decoder's process starts the program (`front_server`). On SIGTERM,
-it exits once its streams have ended. If the decoder's process ends, it exits at once.
+it exits when its streams have ended. If the decoder's process ends, it exits at once.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ LOST: Final = 1
 
 
 class Tokenizers:
-    """The tokenizers of models. Another process reads each at its first use, so that streams here don't stall."""
+    """The tokenizers of models. Another process reads each at its first use, so that streams here do not stall."""
 
     def __init__(self) -> None:
         # By the model's path, the least recently used first.
@@ -71,7 +71,7 @@ class Tokenizers:
 
 
 async def serve_front(control: socket.socket, listening: socket.socket) -> None:
-    """Serve until SIGTERM, or until the decoder's process is gone. Raises FrontProtocolError."""
+    """Serve until SIGTERM, or until the decoder's process has ended. Raises FrontProtocolError."""
     control.setblocking(False)
     reader, writer = await asyncio.open_unix_connection(sock=control)
     welcome = await read_to_front(reader)
@@ -92,7 +92,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
 
     async def receive() -> None:
         await source.run()
-        # Nothing can be computed any more. Exit, so that the callers' connections close at once.
+        # Nothing can be computed now. Exit, so that the callers' connections close at once.
         os._exit(LOST)
 
     receiving = asyncio.create_task(receive())

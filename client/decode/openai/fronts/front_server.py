@@ -49,13 +49,13 @@ from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
 from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Maximum number of bytes that wait until a front reads them. Without this limit, a front that hangs would fill the
+"""Maximum number of bytes that wait for a front to read them. Without this limit, a front that hangs would fill the
 memory of the decoder's process. The message for a step with a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""Longest pause, in seconds, before a front is started again; FIRST_PAUSE_S is the first one. Each pause is twice the
-previous one. Without pauses, restarts of a front that fails at its start would use a whole core.
+"""Longest pause, in seconds, before a front is started again. FIRST_PAUSE_S is the first pause, and each pause is twice
+the previous one. Without pauses, restarts of a front that fails at its start would use a whole core.
 """
 
 START_LIMIT_S: Final = 60.0
@@ -70,7 +70,7 @@ class FrontsFailed(GpuLeaseError):
 
 @dataclass(eq=False, slots=True)
 class _FrontRequest:
-    """A request of a front, from when it gets its place until its last sequence ends."""
+    """A request of a front, from the time it gets a place until its last sequence ends."""
 
     tenant: str
     place: AsyncExitStack
@@ -92,8 +92,8 @@ class FrontConnection:
         self._models, self._send = models, send
         self._requests: dict[int, _FrontRequest] = {}
         self._last_number = 0
-        # Sequences with results that were not sent, in the order of their first such result. A callback in the next
-        # iteration of the event loop sends all of them, so that each step needs only one message.
+        # Sequences with unsent results, in the order of their first unsent result. A callback in the next iteration of
+        # the event loop sends all of them, so that each step needs only one message.
         self._changed: dict[tuple[int, int], Generation] = {}
 
     async def receive(self, message: FromFront) -> None:
@@ -102,13 +102,13 @@ class FrontConnection:
             await self._acquire_place(message)
         elif isinstance(message, Begin):
             request = self._requests.get(message.number)
-            # A request may begin only once, and only with a place.
+            # A request may begin only once, and only if it has a place.
             if request is None or request.task is not None:
                 raise FrontProtocolError(f"request {message.number} has no place to begin with")
             request.request_id = message.request_id
             request.task = asyncio.create_task(self._begin(request, message))
         elif isinstance(message, Cancel):
-            # The sequence may have ended while the message was on its way.
+            # The sequence may have ended while the message was under way.
             request = self._requests.get(message.number)
             if request is not None and (generation := request.generations.get(message.sequence)):
                 generation.cancel()
@@ -220,7 +220,7 @@ class FrontConnection:
 
 
 def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: str) -> RequestSubmitted:
-    # The sequences are in the order of their prompts, and each prompt has `tries` of them.
+    # The sequences are in the order of the prompts, `tries` for each prompt.
     sequences = tuple(
         Sequence(place // submitted.request.tries, request.sampling.seed, request.max_emitted_tokens)
         for place, request in enumerate(generation.request for generation in submitted.generations)
@@ -235,9 +235,9 @@ def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: s
 async def fronts(
     count: int, sock: socket.socket, models: ServedModels, welcome: Welcome
 ) -> AsyncIterator[socket.socket]:
-    """Serve HTTP in `count` processes during the block. When the block begins, all of them accept connections.
+    """Serve HTTP in `count` processes during the block. When the block begins, all processes accept connections.
 
-    When the block ends, they get `welcome.stop_s` seconds to finish their streams.
+    When the block ends, they have `welcome.stop_s` seconds to finish their streams.
 
     Args:
         count: The number of processes.
@@ -248,7 +248,7 @@ async def fronts(
     Yields the listening socket on which this process must serve the requests that the fronts forward. Raises
     FrontsFailed if a front does not start.
     """
-    # Only this user may enter the folder, because this process does not repeat the fronts' checks of a request.
+    # Only this user may enter the folder, because this process does not repeat the fronts' checks of requests.
     with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
         path = f"{folder}/inner.sock"
         with listening(f"unix:{path}") as (inner, _):
@@ -278,7 +278,7 @@ async def _processes(count: int, sock: socket.socket, models: ServedModels, welc
 
 
 class _Front:
-    """One front: starts its process, and starts another one when that ends."""
+    """One front: starts its process, and starts another process when that one ends."""
 
     def __init__(self, sock: socket.socket, models: ServedModels, welcome: Welcome) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -287,7 +287,7 @@ class _Front:
         self._is_stopping = False
 
     def stop(self) -> None:
-        """Request the process to finish its streams and to end."""
+        """Ask the process to finish its streams and to end."""
         self._is_stopping = True
         self._signal(signal.SIGTERM)
 

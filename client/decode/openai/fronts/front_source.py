@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class FrontSource:
-    """A CompletionSource with its decoder in another process.
+    """A CompletionSource whose decoder is in another process.
 
     Args:
         reader, writer: The connection to that process.
@@ -57,7 +57,7 @@ class FrontSource:
     ) -> None:
         self.log = DecodeLog()
         self._reader, self._writer, self._load, self._has_many = reader, writer, tokenizer, has_many
-        # The path of each model, from the last request for it. A reload may change the path.
+        # The path of each model, from the last request for the model. A reload may change the path.
         self._paths: dict[str, str] = {}
         self._on_loading: dict[int, Callable[[], None]] = {}
         self._number = 0
@@ -78,7 +78,7 @@ class FrontSource:
             await self._request(number, PlaceRequest(number, tenant))
             yield _FrontPlace(self, number, tenant)
         except BaseException:
-            # The request was refused or its caller has disconnected. Make the decoder's process release the request.
+            # The request was refused, or its caller has disconnected. Make the decoder's process release the request.
             self._send(Drop(number))
             raise
 
@@ -96,7 +96,8 @@ class FrontSource:
 
         Raises ApiError.
         """
-        # Find the model here: for a large body this takes milliseconds, and would delay steps in the decoder's process.
+        # Find the model here: for a large body this takes milliseconds, which would delay steps in the decoder's
+        # process.
         route = route_of(body) if self._has_many else Route()
         self._tenants[number], self._on_loading[number] = (tenant, request_id), on_loading
         message = Begin(number, body, is_chat, request_id, route.model or "", bool(route.stream))
@@ -143,7 +144,7 @@ class FrontSource:
         elif isinstance(message, Placed | RequestSubmitted):
             waiter = self._waiters.pop(message.number, None)
             # Without a waiter, the caller has disconnected and Drop was sent. `_open` creates the generations before
-            # the waiter runs, because the next message may already have their tokens, and even their ends.
+            # the waiter runs, because the next message may already contain their tokens and even their ends.
             if waiter is not None and not waiter.done():
                 waiter.set_result(self._open(message) if isinstance(message, RequestSubmitted) else message)
 

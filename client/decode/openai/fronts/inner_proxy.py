@@ -1,4 +1,4 @@
-"""Forwards requests to the decoder's process: the page, metrics, health, and everything else but completions."""
+"""Forwards requests to the decoder's process: for the page, metrics, health, and everything else but completions."""
 
 import asyncio
 import socket
@@ -24,7 +24,7 @@ STOPPING: Final = Problem(
 """The reply when the decoder's process no longer accepts connections."""
 
 _HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"})
-"""Headers that concern one connection only, which a proxy must not forward (RFC 9110, section 7.6.1)."""
+"""Headers that concern only one connection, which a proxy must not forward (RFC 9110, section 7.6.1)."""
 
 
 class InnerProxy:
@@ -76,11 +76,11 @@ class InnerProxy:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         request = h11.Request(method=scope["method"], target=target, headers=headers)
         events = (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
-        # Send head and body in one piece. If the server refuses the head, it closes the connection after its reply, and
-        # a body that arrives after that would reset the connection.
+        # Send head and body in one piece. If the server refuses the head, it closes the connection after its reply. A
+        # body that arrives later would then reset the connection.
         data = b"".join(connection.send(event) or b"" for event in events)
         # The reply may arrive before the whole body was read, and then the rest can't be sent. An asyncio stream would
-        # lose the reply in this case, so send in a separate task and ignore its errors.
+        # then lose the reply, so send in a separate task and ignore its errors.
         sending = asyncio.create_task(loop.sock_sendall(sock, data))
         try:
             await self._pass_on(connection, sock, send)
