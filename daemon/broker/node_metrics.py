@@ -8,7 +8,7 @@ for all peers that ask.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,7 +20,6 @@ from gpulease.daemon.leases import LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder
-from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.exposition import NodeCollector, chunks
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content
@@ -51,6 +50,7 @@ class NodeMetrics:
     """The node's only registry of metrics.
 
     Attributes:
+        counters: The counters, which the runtime gives the facts of each event.
         fleet: Returns the figures of the node's fleet; None if it belongs to none. The service sets it.
     """
 
@@ -71,7 +71,7 @@ class NodeMetrics:
         self._health = health
         self._card_times = card_times
         self._cards = [card.uuid for card in table.cards()]
-        self._counters = LeaseCounters(self._cards)
+        self.counters = LeaseCounters(self._cards)
         # Use a separate registry: the library's global one has collectors that others register.
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
@@ -100,21 +100,6 @@ class NodeMetrics:
 
     # --- counting ---
 
-    def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Count the results of an event. A bug in counting must not prevent the effects from being executed."""
-        try:
-            self._counters.on_facts(facts)
-        except Exception:
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {[fact.kind.name for fact in facts]}")
-
-    def refused(self, operation: str, status: Status) -> None:
-        """Count a request that was refused before it reached the lease table."""
-        self._counters.refused(operation.lower(), status.name.lower())
-
-    def forward_revoked(self, status: Status, seen_after_ns: int, told_after_ns: int | None) -> None:
-        """Count a launch that a session refused because of a region."""
-        self._counters.forward_revoked(status.name.lower(), seen_after_ns, told_after_ns)
-
     def take_over_workers(self) -> None:
         """Count an earlier daemon's workers from now on, because that daemon has counted their earlier work."""
         for worker in self._workers.serving():
@@ -125,10 +110,10 @@ class NodeMetrics:
         self._card_times.on_worker_end(worker)
         lease = self._table.get(worker.spec.submit_of or worker.spec.lease_id)
         if lease is not None:
-            self._counters.worked(self._counters.pair(lease), counter_increments(worker))
+            self.counters.worked(self.counters.pair(lease), counter_increments(worker))
 
     def _measure_lag(self, due_s: float) -> None:
-        self._counters.histograms[families.LOOP_LAG_SECONDS].observe((), time.monotonic() - due_s)
+        self.counters.histograms[families.LOOP_LAG_SECONDS].observe((), time.monotonic() - due_s)
         self.start()
 
     # --- scrapes ---
@@ -198,7 +183,7 @@ class NodeMetrics:
             lease = self._table.get(lease_id)
             # A lease that ended while the loop ran in between was counted when it ended.
             if lease is not None and self._workers.worker(worker.spec.lease_id) is worker and not worker.is_killed:
-                self._counters.worked(self._counters.pair(lease), counter_increments(worker))
+                self.counters.worked(self.counters.pair(lease), counter_increments(worker))
                 allocated_bytes = allocated.get(lease_id, 0)
                 allocated[lease_id] = allocated_bytes + held_bytes(
                     worker, self._table.charge_bytes(lease_id) - allocated_bytes
@@ -210,14 +195,14 @@ class NodeMetrics:
         for number, lease_id in enumerate(self._table.live_ids(), 1):
             lease = self._table.get(lease_id)
             if lease is not None and lease.state is not LeaseState.TORNDOWN:
-                totals.add(self._counters.pair(lease), lease, allocated.get(lease_id, 0))
+                totals.add(self.counters.pair(lease), lease, allocated.get(lease_id, 0))
             if number % LEASES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return totals
 
     def _content(self) -> Content:
         for (card_uuid, tenant), use in self._card_times.take_uncounted().items():
-            self._counters.used(card_uuid, tenant, use)
+            self.counters.used(card_uuid, tenant, use)
         # Read all gauges of one scrape in one turn of the loop, so that they agree with each other.
         now_ns = time.monotonic_ns()
         facts = NodeFacts(
@@ -226,7 +211,7 @@ class NodeMetrics:
             cards=self._table.cards(),
             warm=self._table.warming(),
             waiting=self._table.waiting(),
-            pairs=self._counters.pairs,
+            pairs=self.counters.pairs,
             booked_bytes=self._table.booked_bytes(),
             stray_bytes=self._stray_bytes,
             busy_ratios=self._card_times.busy_ratios(),
@@ -239,7 +224,7 @@ class NodeMetrics:
             park_host_bytes=self._table.parking.host_bytes(),
             park_paces=self._table.parking.paces(now_ns),
         )
-        return {**self._counters.counters, **self._counters.histograms, **gauges(facts)}
+        return {**self.counters.counters, **self.counters.histograms, **gauges(facts)}
 
     def _audit(self) -> AuditFacts | None:
         figures = self._recorder.figures()

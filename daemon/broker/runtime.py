@@ -132,6 +132,7 @@ Result = Outcome | Failure
 """The answer to a request: the lease table's outcome, or the failure if there is none."""
 
 OnResult = Callable[[Result], None]
+NoteRefusal = Callable[[str, str, int, Failure], None]
 
 RequestKey = tuple[str, str]
 """A tenant and the request id that its client chose for an acquire."""
@@ -185,7 +186,7 @@ class Runtime:
         self.card_times = CardTimes(table, workers)
         self.history = LeaseHistory(table.get, table.submits.lease_of, self.card_times.known_use)
         self.recorder = LeaseLog(recorder, table.get, workers.pid)
-        self.publisher = Publisher(table, self._on_warning)
+        self.publisher = Publisher(table, self.recorder.warned)
         self.fair_queue = FairQueue()
         self._polling = LoopPolling()
         self.claims: FleetClaims | None = None
@@ -216,7 +217,7 @@ class Runtime:
         # Number of kills that wait until the journal has decided about their records.
         self._kills_to_record = 0
         self._is_stopped = False
-        self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
+        self._pending = PendingRequests(self.journal, self.recorder, self.note_refusal, self._one_settled.set)
         self.claimed_acquires = ClaimedAcquires(table, lambda: self.claims, self.post, self._refuse)
         self._events: deque[Event] = deque()
         self._is_executing = False
@@ -354,10 +355,14 @@ class Runtime:
         self.claimed_acquires.forget(number)
 
     def _refuse(self, event: AcquireRequested, failure: Failure) -> None:
-        """Answer that the fleet refused a claim, and log and count it, because the table never sees it."""
-        self.recorder.refused("LEASE_ALLOC", event.tenant, event.lease_id, failure.message)
-        self.metrics.refused("LEASE_ALLOC", failure.status)
+        """Answer that the fleet refused a claim."""
+        self.note_refusal("LEASE_ALLOC", event.tenant, event.lease_id, failure)
         self._pending.refuse(event.request, failure)
+
+    def note_refusal(self, operation: str, tenant: str, lease_id: int, failure: Failure) -> None:
+        """Log, record and count a refusal that the lease table never sees. `lease_id` is 0 if it concerns no lease."""
+        self.recorder.refused(operation, tenant, lease_id, failure.message)
+        self.metrics.counters.refused(operation.lower(), failure.status.name.lower())
 
     # --- events in ---
 
@@ -432,7 +437,7 @@ class Runtime:
         # Log and count after the effects, one of which may be a reply that a client waits for.
         if facts:
             self.recorder.log_facts()
-            self.metrics.on_facts(facts)
+            self.metrics.counters.on_facts(facts)
             for fact in facts:
                 if fact.kind in _NEW_SESSIONS:
                     self.card_times.members_changed()
@@ -449,9 +454,6 @@ class Runtime:
             # This is a bug of ours; no lease depends on subscriptions.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"publishing {effects!r}")
 
-    def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
-        self.recorder.warned(lease_id, left_ms, reason)
-
     def _on_forward_revoked(self, region: LeaseSnapshot, message: ForwardRevokedReport, is_first_refusal: bool) -> None:
         status, seen_after_ns = Status(-message.status), message.seen_ns - message.flipped_ns
         told_after_ns = message.told_ns - message.flipped_ns if message.told_ns else None
@@ -460,7 +462,7 @@ class Runtime:
         )
         # Only the first refusal for a region shows how soon a launch was refused after the region's word had changed.
         if is_first_refusal:
-            self.metrics.forward_revoked(status, seen_after_ns, told_after_ns)
+            self.metrics.counters.forward_revoked(status.name.lower(), seen_after_ns, told_after_ns)
         event = RegionEvent(
             lease_id=region.lease_id,
             sequence=0,
@@ -738,12 +740,12 @@ class PendingRequests:
     """
 
     def __init__(
-        self, journal: Journal, recorder: FactRecorder, metrics: NodeMetrics, on_answered: Callable[[], None]
+        self, journal: Journal, recorder: FactRecorder, note_refusal: NoteRefusal, on_answered: Callable[[], None]
     ) -> None:
         self.unanswered = 0
         self._journal = journal
         self._recorder = recorder
-        self._metrics = metrics
+        self._note_refusal = note_refusal
         self._on_answered = on_answered
         self._last_number = 0
         self._answers: dict[int, OnResult] = {}
@@ -800,8 +802,7 @@ class PendingRequests:
             return
         if isinstance(answered, RequestDenied) and (withheld := withheld_lease(outcome)) is not None:
             operation, lease = withheld
-            self._recorder.refused(operation, lease.tenant, lease.lease_id, answered.denial.message)
-            self._metrics.refused(operation, Status.BUSY)
+            self._note_refusal(operation, lease.tenant, lease.lease_id, answered.denial.failure)
         self._answer(answered)
 
     def _answer(self, answered: Outcome) -> None:

@@ -38,6 +38,7 @@ from gpulease.daemon.web.web_messages import (
     WebRefusal,
 )
 from gpulease.protocol.counts import counted
+from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Opcode, Status
 
 BY_PAGE: Final = "web page"
@@ -88,8 +89,7 @@ class WebActionRunner:
         self._post(lambda number: FenceClearRequested(number, card_uuid), on_outcome)
 
     def refused(self, operation: str, lease_id: int, message: str) -> None:
-        self._runtime.recorder.refused(operation, BY_PAGE, lease_id, message)
-        self._runtime.metrics.refused(operation, Status.DENIED)
+        self._runtime.note_refusal(operation, BY_PAGE, lease_id, Failure(Status.DENIED, message))
 
     def _post(self, event_for: Callable[[int], Event], on_outcome: OnResult) -> None:
         # Log and record the action under the page's name: its user has the token, and is not a tenant.

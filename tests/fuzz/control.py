@@ -227,7 +227,7 @@ async def settle(scene: Scene) -> None:
     scene.table.validate()
     for card in scene.table.cards():
         assert card.held_bytes + card.warm_bytes == card.fenced_bytes
-    tally = scene.runtime.metrics._counters
+    tally = scene.runtime.metrics.counters
     assert scene.runtime.history.is_at_rest, "the history keeps something of who is gone"
     for pair, count in tally.counters[families.LEASES_ACQUIRED].items():
         assert tally.counters[families.LEASES_DROPPED][pair] == count, pair

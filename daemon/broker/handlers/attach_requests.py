@@ -280,9 +280,7 @@ class AttachHandler:
     def _refuse(self, request: Request, failure: Failure) -> None:
         if self._connection.is_lost:
             return
-        name = request.op.name
-        self._runtime.recorder.refused(name, self._peer.tenant, request.session_id, failure.message)
-        self._runtime.metrics.refused(name, failure.status)
+        self._runtime.note_refusal(request.op.name, self._peer.tenant, request.session_id, failure)
         self._answer(request, failure)
 
     def _answer(self, request: Request, failure: Failure) -> None:

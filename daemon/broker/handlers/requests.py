@@ -104,8 +104,7 @@ class RequestDispatcher:
         except Refused as refused:
             lease_id = getattr(request.body, "lease_id", 0)
             peer, failure = self._caller.peer, refused.failure
-            self._runtime.recorder.refused(request.op.name, peer.tenant, lease_id, failure.message)
-            self._runtime.metrics.refused(request.op.name, failure.status)
+            self._runtime.note_refusal(request.op.name, peer.tenant, lease_id, failure)
             self._connection.answer(request, failure)
 
     def give_up(self, failure: Failure) -> None:

@@ -5,6 +5,8 @@ from typing import Final
 
 from gpulease.daemon.leases import Cause, LeaseSnapshot, ParkFailure
 from gpulease.daemon.leases.time_account import LeaseTimeUse
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.lease_facts import REQUESTS, Fact, FactKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
@@ -95,19 +97,23 @@ class LeaseCounters:
         }
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Count the facts of one event, and measure the durations that they end."""
-        for fact in facts:
-            row = fact.kind.row
-            # A region is part of its lease, so the counters of leases do not count regions.
-            is_region = fact.lease is not None and fact.lease.parent_id != 0
-            for family in row.of_regions if is_region else row.counts:
-                self._count(family, fact)
-            # Only if the lease had been granted, which sets `began_ns`, does its end count as the end of a life.
-            if fact.times.began_ns is not None:
-                for family in row.lives_of_regions if is_region else row.counts_lives:
+        """Count the facts of one event, and measure the durations that they end. Logs errors instead of raising."""
+        try:
+            for fact in facts:
+                row = fact.kind.row
+                # A region is part of its lease, so the counters of leases do not count regions.
+                is_region = fact.lease is not None and fact.lease.parent_id != 0
+                for family in row.of_regions if is_region else row.counts:
                     self._count(family, fact)
-            if (measure := self._measures.get(fact.kind)) is not None:
-                measure(fact, is_region)
+                # Only if the lease had been granted, which sets `began_ns`, does its end count as the end of a life.
+                if fact.times.began_ns is not None:
+                    for family in row.lives_of_regions if is_region else row.counts_lives:
+                        self._count(family, fact)
+                if (measure := self._measures.get(fact.kind)) is not None:
+                    measure(fact, is_region)
+        except Exception:
+            # This is a bug of ours: the effects of later events must still be executed.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {[fact.kind.name for fact in facts]}")
 
     def refused(self, operation: str, reason: str) -> None:
         """Count a request that was refused before it got to the lease table."""

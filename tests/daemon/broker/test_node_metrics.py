@@ -21,6 +21,7 @@ from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTabl
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.workers.card_time import CardTimes
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.connection import Request
@@ -170,8 +171,8 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     async def run() -> None:
         scene = Scene()
-        scene.metrics._counters = cast(Any, SimpleNamespace(on_facts=breaks, pairs=breaks))
-        scene.metrics.on_facts([])
+        scene.metrics.counters.on_facts([cast(Fact, SimpleNamespace(kind=SimpleNamespace(name="GRANTED")))])
+        scene.metrics.counters = cast(Any, SimpleNamespace(pairs=breaks))
         scene.metrics.scrape(breaks)
         scene.metrics.scrape(scene.answers.append)
         (answer,) = await scene.answered(1)
@@ -180,7 +181,7 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
     asyncio.run(run())
     assert [getattr(record, ATTRIBUTE)[1]["doing"] for record in caplog.records] == [
-        "counting []",
+        "counting ['GRANTED']",
         "formatting the metrics",
         "sending the metrics",
     ]

@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.runtime import FAULT, PendingRequests, Result, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.message_fields import U64_MAX
@@ -442,7 +441,7 @@ def test_only_a_withheld_grant_or_renewal_counts_as_refused(
 
 def test_an_outcome_of_a_dropped_request_goes_nowhere() -> None:
     answered: list[Result] = []
-    pending = PendingRequests(Journal(), FactRecorder(), cast(NodeMetrics, None), lambda: None)
+    pending = PendingRequests(Journal(), FactRecorder(), lambda *_: None, lambda: None)
     kept, dropped = pending.add(answered.append), pending.add(answered.append)
     pending.remove(dropped)
     for number in (dropped, kept, kept):
