@@ -28,11 +28,11 @@ from gpulease.daemon.fleet.etcd_options import EXIT_FAILED, NotDone, done, etcd_
 from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
     NAMES,
+    ClaimRecord,
     fenced_key,
     held_key,
     name_of,
     node_key,
-    read_claim,
     read_horizon_s,
 )
 from gpulease.daemon.fleet.records.record_reader import Unreadable
@@ -131,7 +131,7 @@ def _horizon_s(items: tuple[KeyValue, ...]) -> float:
 
 def _is_of(item: KeyValue, node_id: str, last_incarnation: int, report: Callable[[str], None]) -> bool:
     """Return whether a claim belongs to one of the node's memberships so far. Reports a claim that does not show it."""
-    claim = read_claim(item.value)
+    claim = ClaimRecord.read(item.value)
     if isinstance(claim, Unreadable):
         report(
             f"The claim {shown_key(item.key)} can't be read, so its node is unknown, and it was not deleted "

@@ -13,7 +13,7 @@ import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, Revoked
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.fleet.records.fleet_records import read_inventory
+from gpulease.daemon.fleet.records.fleet_records import InventoryRecord
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_options import REQUEST_ID
 from gpulease.protocol.messages import LeaseAlloc
@@ -295,7 +295,7 @@ def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(pair: 
         node.wait_until_joined()
         assert "directories can't offer this node to tenants: add a tls: address to listen" in node.logs()
         found = cluster.control("get", "/gpulease/v1/inventories/alone", "--print-value-only")
-        assert readable(read_inventory(found.encode())).addresses == ()
+        assert readable(InventoryRecord.read(found.encode())).addresses == ()
     finally:
         node.stop()
 

@@ -19,9 +19,7 @@ from gpulease.daemon.fleet.records.fleet_records import (
     InventoryRecord,
     name_of,
     node_id_of,
-    read_claim,
     read_horizon_s,
-    read_inventory,
     read_node,
 )
 from gpulease.daemon.fleet.records.record_reader import Unreadable
@@ -196,7 +194,7 @@ class FleetView:
         return None
 
     def _put_inventory(self, item: KeyValue) -> Unreadable | None:
-        node_id, inventory = node_id_of(item.key), read_inventory(item.value)
+        node_id, inventory = node_id_of(item.key), InventoryRecord.read(item.value)
         if isinstance(node_id, Unreadable):
             return node_id
         if isinstance(inventory, Unreadable):
@@ -232,7 +230,7 @@ class FleetView:
             self.index.put(node_id, view, None)
 
     def _put_claim(self, item: KeyValue) -> Unreadable | None:
-        name, record = name_of(item.key), read_claim(item.value)
+        name, record = name_of(item.key), ClaimRecord.read(item.value)
         if isinstance(name, Unreadable):
             return name
         if isinstance(record, Unreadable):

@@ -27,7 +27,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from gpulease.daemon.fleet.records.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
-from gpulease.daemon.fleet.records.record_reader import LeaseText, Number, Text, Unreadable, read_record
+from gpulease.daemon.fleet.records.record_reader import LeaseText, Number, StoredRecord, Text, Unreadable, read_record
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_names import NAME
 
@@ -138,7 +138,7 @@ class CardRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class InventoryRecord:
+class InventoryRecord(StoredRecord):
     """A node's inventory, for directories.
 
     Attributes:
@@ -154,9 +154,6 @@ class InventoryRecord:
     cards: tuple[CardRecord, ...] = ()
     is_draining: bool = False
     version: Text = ""
-
-    def encode(self) -> bytes:
-        return dumps(asdict(self), separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +187,7 @@ class NodeRecord(_Beat):
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimRecord:
+class ClaimRecord(StoredRecord):
     """A claim of a name.
 
     Attributes:
@@ -210,12 +207,9 @@ class ClaimRecord:
     nonce: Text
     epoch_base: EpochBase = 0
 
-    def encode(self) -> bytes:
-        return dumps(asdict(self), separators=(",", ":")).encode()
-
 
 @dataclass(frozen=True, slots=True)
-class EpochsRecord:
+class EpochsRecord(StoredRecord):
     """States that all leases from before a generation are over, so that nodes may claim names under it.
 
     Attributes:
@@ -227,9 +221,6 @@ class EpochsRecord:
     generation: Text
     base: EpochBase
 
-    def encode(self) -> bytes:
-        return dumps(asdict(self), separators=(",", ":")).encode()
-
 
 def read_node(value: bytes) -> NodeRecord | Unreadable:
     beat, inventory = read_record(_Beat, value), read_record(InventoryRecord, value)
@@ -239,19 +230,6 @@ def read_node(value: bytes) -> NodeRecord | Unreadable:
         return inventory
     # A daemon that writes its inventory here always writes its labels, even if it has none.
     return NodeRecord(beat.nonce, beat.boot_ms, beat.beat, None if inventory == InventoryRecord() else inventory)
-
-
-def read_inventory(value: bytes) -> InventoryRecord | Unreadable:
-    return read_record(InventoryRecord, value)
-
-
-def read_claim(value: bytes) -> ClaimRecord | Unreadable:
-    return read_record(ClaimRecord, value)
-
-
-def read_epochs(value: bytes) -> EpochsRecord | Unreadable:
-    """Read the generation under which nodes may claim names."""
-    return read_record(EpochsRecord, value)
 
 
 def read_horizon_s(value: bytes) -> float | Unreadable:

@@ -6,8 +6,10 @@ checks them while it parses, so no forbidden number or text gets past this modul
 absent; `UnreadableRecords` counts and reports it.
 """
 
+from dataclasses import asdict
 from functools import cache
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from json import dumps
+from typing import Annotated, Any, Final, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -55,6 +57,20 @@ def read_record(kind: type[R], value: bytes) -> R | Unreadable:
         # Catch every exception, because a parser of foreign bytes may fail in ways that no list covers.
         return Unreadable(str(error)[:MAX_REASON_CHARS])
     return record
+
+
+class StoredRecord:
+    """The base of the records that are stored as JSON objects."""
+
+    __slots__ = ()
+
+    @classmethod
+    def read(cls, value: bytes) -> Self | Unreadable:
+        """Read a value as `read_record` does."""
+        return read_record(cls, value)
+
+    def encode(self) -> bytes:
+        return dumps(asdict(cast(Any, self)), separators=(",", ":")).encode()
 
 
 @cache

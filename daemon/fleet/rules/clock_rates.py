@@ -13,15 +13,13 @@ clock last longer.
 """
 
 from collections import deque
-from dataclasses import asdict
-from json import dumps
 from statistics import median
 from typing import Final, NamedTuple
 from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Put, Transaction
 from gpulease.daemon.fleet.records.fleet_records import CLOCKS
-from gpulease.daemon.fleet.records.record_reader import Number, Text, Unreadable, read_record
+from gpulease.daemon.fleet.records.record_reader import Number, StoredRecord, Text
 from gpulease.daemon.fleet.rules.membership import Membership
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
@@ -43,7 +41,7 @@ about one heartbeat old."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClockRecord:
+class ClockRecord(StoredRecord):
     """A slot's value.
 
     Attributes:
@@ -61,13 +59,6 @@ class ClockRecord:
     def __post_init__(self) -> None:
         if self.low_ns > self.high_ns:
             raise ValueError(f"low_ns is {self.low_ns}, after high_ns, {self.high_ns}")
-
-    def encode(self) -> bytes:
-        return dumps(asdict(self), separators=(",", ":")).encode()
-
-
-def read_clock(value: bytes) -> ClockRecord | Unreadable:
-    return read_record(ClockRecord, value)
 
 
 class _Poll(NamedTuple):
@@ -162,7 +153,7 @@ class ClockRates:
             write = self._writes.get(item.key)
             if write is None or write[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
-            record = self._membership.read(read_clock, item)
+            record = self._membership.read(ClockRecord.read, item)
             if record is None:
                 continue
             # The instance shows whether this node still owns a slot: the heartbeat that wrote it may have failed.

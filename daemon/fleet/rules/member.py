@@ -53,7 +53,6 @@ from gpulease.daemon.fleet.records.fleet_records import (
     held_key,
     inventory_key,
     node_key,
-    read_epochs,
     read_generation,
     read_horizon_s,
     read_node,
@@ -846,7 +845,7 @@ class Member:
 
     def _epochs(self, items: tuple[KeyValue, ...]) -> EpochsRecord | None:
         """Return the record that lets nodes claim names; None if absent or unreadable."""
-        return self._membership.read(read_epochs, items[0]) if items else None
+        return self._membership.read(EpochsRecord.read, items[0]) if items else None
 
     def _note(self, note: Note, text: str = "") -> None:
         self._membership.effects.append(Noted(note, text))

@@ -32,7 +32,6 @@ from gpulease.daemon.fleet.records.fleet_records import (
     held_name,
     is_quotas,
     name_key,
-    read_claim,
 )
 from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
@@ -339,7 +338,7 @@ class NodeClaims:
 
     def _claim(self, items: tuple[KeyValue, ...]) -> ClaimRecord | None:
         """Read a claim; None if absent or unreadable."""
-        return self._membership.read(read_claim, items[0]) if items else None
+        return self._membership.read(ClaimRecord.read, items[0]) if items else None
 
     def _refuse(self, claim: ClaimWanted, why: ClaimRefusal, text: str) -> None:
         self._membership.effects.append(ClaimRefused(claim.request, why, text, RETRY_AFTER_MS))

@@ -20,7 +20,7 @@ from gpulease.daemon.fleet.fleet_messages import FROM_FLEET, FleetStart, Horizon
 from gpulease.daemon.fleet.live_claims import parts_of
 from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.process import FleetProcess
-from gpulease.daemon.fleet.records.fleet_records import CardRecord, read_inventory, read_node
+from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, read_node
 from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimEnded,
     ClaimGiven,
@@ -157,7 +157,7 @@ def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None
     first = broker.until(MoveHorizon)
     assert began_ns < first.horizon_ns < boot_ns() + HORIZON_S * 10**9
     found = cluster.control("get", "/gpulease/v1/inventories/node-0", "--print-value-only")
-    record = readable(read_inventory(found.encode()))
+    record = readable(InventoryRecord.read(found.encode()))
     assert (record.addresses, record.labels, record.cards[0].uuid) == (("tls:h:1",), {"zone": "a"}, "GPU-1")
     assert broker.until(MoveHorizon).horizon_ns > first.horizon_ns
     broker.claim(1, "model-a")

@@ -22,11 +22,8 @@ from gpulease.daemon.fleet.records.fleet_records import (
     held_name,
     name_of,
     node_id_of,
-    read_claim,
-    read_epochs,
     read_generation,
     read_horizon_s,
-    read_inventory,
     read_node,
 )
 from gpulease.daemon.fleet.records.record_reader import (
@@ -37,7 +34,7 @@ from gpulease.daemon.fleet.records.record_reader import (
     Unreadable,
 )
 from gpulease.daemon.fleet.records.unreadable_records import MAX_REMEMBERED, MAX_SHOWN, UnreadableRecords, shown_key
-from gpulease.daemon.fleet.rules.clock_rates import ClockRecord, read_clock
+from gpulease.daemon.fleet.rules.clock_rates import ClockRecord
 from gpulease.daemon.fleet.rules.quota_records import (
     DefaultQuota,
     QuotaEntry,
@@ -75,10 +72,10 @@ def default_of(value: bytes) -> DefaultQuota | Unreadable:
 
 READERS: Final[dict[str, tuple[Callable[[bytes], Any], Any]]] = {
     "node": (read_node, json.loads(NODE.encode())),
-    "inventory": (read_inventory, asdict(INVENTORY)),
-    "epochs": (read_epochs, asdict(EPOCHS)),
-    "claim": (read_claim, asdict(CLAIM)),
-    "clock": (read_clock, asdict(CLOCK)),
+    "inventory": (InventoryRecord.read, asdict(INVENTORY)),
+    "epochs": (EpochsRecord.read, asdict(EPOCHS)),
+    "claim": (ClaimRecord.read, asdict(CLAIM)),
+    "clock": (ClockRecord.read, asdict(CLOCK)),
     "shard": (shard_of, SHARD),
     "default": (default_of, DEFAULT),
     "horizon": (read_horizon_s, 30),
@@ -124,10 +121,10 @@ def with_leaf(value: Any, path: tuple[Any, ...], text: str) -> bytes:
 def test_every_reader_reads_what_is_sound() -> None:
     for node in (NODE, replace(NODE, inventory=None)):
         assert read_node(node.encode()) == node
-    assert read_inventory(INVENTORY.encode()) == INVENTORY
-    assert read_epochs(EPOCHS.encode()) == EPOCHS
-    assert read_claim(CLAIM.encode()) == CLAIM
-    assert read_clock(CLOCK.encode()) == CLOCK
+    assert InventoryRecord.read(INVENTORY.encode()) == INVENTORY
+    assert EpochsRecord.read(EPOCHS.encode()) == EPOCHS
+    assert ClaimRecord.read(CLAIM.encode()) == CLAIM
+    assert ClockRecord.read(CLOCK.encode()) == CLOCK
     shard = Shard(shard_key("ann", 1), 1, 9, {LEASE: QuotaEntry("n1", 3, 5)})
     assert shard_of(shard.put().value) == shard
     assert default_of(DefaultQuota(5, 1).put().value) == DefaultQuota(5, 1)
@@ -148,7 +145,7 @@ def test_no_leaf_of_a_record_can_be_a_number_or_a_text_beyond_its_bounds(kind: s
 
 def test_a_lease_s_id_has_32_digits_and_nothing_behind_them() -> None:
     for text in (LEASE + "\n", LEASE.upper(), LEASE[1:], LEASE + "0"):
-        assert isinstance(read_claim(json.dumps(asdict(CLAIM) | {"lease_id": text}).encode()), Unreadable)
+        assert isinstance(ClaimRecord.read(json.dumps(asdict(CLAIM) | {"lease_id": text}).encode()), Unreadable)
         assert isinstance(shard_of(json.dumps(SHARD | {"used": {text: ["n1", 3, 5]}}).encode()), Unreadable)
 
 

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import Unknown
-from gpulease.daemon.fleet.records.fleet_records import ClaimRecord, name_key, read_claim
+from gpulease.daemon.fleet.records.fleet_records import ClaimRecord, name_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
     ArmFleetTimer,
@@ -109,7 +109,7 @@ class Host:
 
     def claims(self, name: str = "m") -> str:
         found = self.etcd.keys.get(name_key(name))
-        claim = read_claim(found.value) if found else None
+        claim = ClaimRecord.read(found.value) if found else None
         return claim.node_id if isinstance(claim, ClaimRecord) else ""
 
 

@@ -30,7 +30,6 @@ from gpulease.daemon.fleet.records.fleet_records import (
     name_key,
     name_of,
     node_key,
-    read_claim,
 )
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_IDENTITY,
@@ -520,7 +519,7 @@ class Fleet:
         self.etcd.delete(node_key(node_id), *map(name_key, names), *held)
 
     def owner(self, key: bytes) -> str:
-        claim = read_claim(self.etcd.keys[key].value) if key.startswith(NAMES) else None
+        claim = ClaimRecord.read(self.etcd.keys[key].value) if key.startswith(NAMES) else None
         return claim.node_id if isinstance(claim, ClaimRecord) else ""
 
     def change_leader(self, seconds: float) -> None:
@@ -573,7 +572,7 @@ class Fleet:
         """Check that every node may grant, and that etcd has the claims of living leases alone."""
         self.check_back()
         claims = {
-            name_of(key): (found.mod_revision + readable(read_claim(found.value)).epoch_base, owner)
+            name_of(key): (found.mod_revision + readable(ClaimRecord.read(found.value)).epoch_base, owner)
             for key, found in self.etcd.keys.items()
             if (owner := self.owner(key))
         }

@@ -22,17 +22,17 @@ from gpulease.daemon.fleet.records.fleet_records import (
     GENERATION,
     HORIZON,
     QUOTA_DEFAULT,
+    EpochsRecord,
+    InventoryRecord,
     fenced_key,
     held_key,
     inventory_key,
     name_key,
     node_key,
-    read_epochs,
-    read_inventory,
     read_node,
 )
 from gpulease.daemon.fleet.records.record_reader import MAX_RECORD_BYTES
-from gpulease.daemon.fleet.rules.clock_rates import SLOTS, ClockRecord, read_clock
+from gpulease.daemon.fleet.rules.clock_rates import SLOTS, ClockRecord
 from gpulease.daemon.fleet.rules.fleet_events import (
     NO_MARK,
     Answered,
@@ -117,7 +117,7 @@ def test_a_beat_tells_the_record_as_it_was_changed_last(etcd: ModelEtcd) -> None
     host = Host(etcd).begin()
     host.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (), is_draining=True, version="9"))
     host.run(5)
-    record = readable(read_inventory(etcd.keys[inventory_key("a")].value))
+    record = readable(InventoryRecord.read(etcd.keys[inventory_key("a")].value))
     assert (record.addresses, record.labels, record.is_draining, record.version) == (
         ("tls:h:1",),
         {"zone": "a"},
@@ -144,7 +144,7 @@ def test_an_inventory_is_written_when_it_has_changed(etcd: ModelEtcd) -> None:
     host.run(5)
     host.is_cut = False
     host.run(10)
-    assert readable(read_inventory(etcd.keys[inventory_key("a")].value)).addresses == ("tls:h:2",)
+    assert readable(InventoryRecord.read(etcd.keys[inventory_key("a")].value)).addresses == ("tls:h:2",)
 
 
 def compacted(*hosts: Host) -> list[int]:
@@ -626,7 +626,7 @@ def test_a_lost_or_foreign_record_of_epochs_is_written_anew_and_ends_nothing(
     (claimed,) = host.take(ClaimGiven)
     etcd.do(Transaction(writes=(Delete(EPOCHS) if value is None else Put(EPOCHS, value),)))
     host.run(6)
-    assert readable(read_epochs(etcd.keys[EPOCHS].value)).base == 0
+    assert readable(EpochsRecord.read(etcd.keys[EPOCHS].value)).base == 0
     host.ask_for("other", request=2)
     assert host.take(ClaimGiven)[0].epoch > claimed.epoch
     assert host.take(EndClaimed) == []
@@ -1162,7 +1162,7 @@ def test_a_slot_that_can_t_be_read_and_that_nobody_writes_is_taken(etcd: ModelEt
     host = Host(etcd).begin()
     host.run(60)
     assert [
-        isinstance(read_clock(kv.value), ClockRecord) for key, kv in etcd.keys.items() if key.startswith(CLOCKS)
+        isinstance(ClockRecord.read(kv.value), ClockRecord) for key, kv in etcd.keys.items() if key.startswith(CLOCKS)
     ].count(True) == 1
 
 
