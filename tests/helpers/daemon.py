@@ -273,10 +273,16 @@ class Daemon:
     def worker_pid(self, lease_id: int) -> int:
         """The process id of a lease's worker. Raises KeyError if it has none."""
         # A worker that its session has left has the same name until it has ended.
-        wait_until(lambda: len(self._worker_pids(lease_id)) < 2, "the lease has one worker")
-        for worker_pid in self._worker_pids(lease_id):
-            return worker_pid
-        raise KeyError(f"the lease {lease_id:x} has no worker")
+        found: list[int] = []
+
+        def is_single() -> bool:
+            found[:] = self._worker_pids(lease_id)
+            return len(found) < 2
+
+        wait_until(is_single, "the lease has one worker", seen=lambda: found)
+        if not found:
+            raise KeyError(f"the lease {lease_id:x} has no worker")
+        return found[0]
 
     def _worker_pids(self, lease_id: int) -> list[int]:
         return [info.pid for info in self.processes() if info.name == worker_name(lease_id)]
