@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, TypeVar
 
-from hypothesis import strategies as st
-
+from helpers.drawn_rows import Values, one_of, whole_numbers
 from helpers.exact import KINDS, decode, flushed
 
 T = TypeVar("T")
@@ -90,10 +89,10 @@ def _whole(bits: int, kind: str) -> int:
     return bits - (1 << width) if kind[0] == "s" and bits >> (width - 1) else bits
 
 
-def numbers(kind: str) -> st.SearchStrategy[int]:
+def numbers(kind: str) -> Values[int]:
     if kind in KINDS:
         edges, width = KINDS[kind].edges, KINDS[kind].bits
     else:
         width = int(kind[1:])
         edges = [0, 1, (1 << width) - 1, 1 << (width - 1), (1 << (width - 1)) - 1]
-    return st.sampled_from(edges) | st.integers(0, (1 << width) - 1)
+    return one_of(edges) | whole_numbers(0, (1 << width) - 1)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, drawn_rows, one_of, whole_numbers
 from helpers.exact import limits, number
 
 pytestmark = pytest.mark.exhaustive
@@ -37,24 +38,24 @@ def nearest_single(value: int) -> float:
     return math.copysign(float(kept << shift), value)
 
 
-def integers(kind: str) -> st.SearchStrategy[int]:
+def integers(kind: str) -> Values[int]:
     most = (1 << int(kind[1:])) - 1
-    return st.sampled_from([0, 1, most, most // 2, most // 2 + 1]) | st.integers(0, most)
+    return one_of([0, 1, most, most // 2, most // 2 + 1]) | whole_numbers(0, most)
 
 
-def floats(kind: str) -> st.SearchStrategy[int]:
+def floats(kind: str) -> Values[int]:
     halves = [encoded(v, kind) for v in (0.5, 1.5, -0.5, -1.5, 2.5, 1e10, -1e10, 1e30, 127.5, -129.0, 65535.9, -0.0)]
-    return st.sampled_from(halves) | st.integers(0, (1 << int(kind[1:])) - 1)
+    return one_of(halves) | whole_numbers(0, (1 << int(kind[1:])) - 1)
 
 
-SETTINGS = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("source", INTEGERS)
-@settings(SETTINGS, max_examples=4)
+@settings(SETTINGS, max_examples=2)
 @given(data=st.data())
 def test_integers_are_cut_extended_or_clamped(compute_all: ComputeAll, data: st.DataObject, source: str) -> None:
-    rows = data.draw(st.lists(st.tuples(integers(source)), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(integers(source)))
     values = [number(pattern, source) for (pattern,) in rows]
     for into in INTEGERS:
         low, high = limits(into)
@@ -85,7 +86,7 @@ def whole(value: float, mode: str, into: str, source: str) -> int:
 def test_floats_become_the_nearest_integer_there_is(
     compute_all: ComputeAll, data: st.DataObject, into: str, source: str
 ) -> None:
-    rows = data.draw(st.lists(st.tuples(floats(source)), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(floats(source)))
     wanted = {
         f"cvt.{mode}.{into}.{source} %d, %a;": [whole(decoded(row, source), mode, into, source) for (row,) in rows]
         for mode in ROUND
@@ -98,7 +99,7 @@ def test_floats_become_the_nearest_integer_there_is(
 @SETTINGS
 @given(data=st.data())
 def test_integers_become_the_nearest_float(compute: Compute, data: st.DataObject, into: str, source: str) -> None:
-    rows = data.draw(st.lists(st.tuples(integers(source)), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(integers(source)))
     convert = nearest_single if into == "f32" else float
     expected = [encoded(convert(number(pattern, source)), into) for (pattern,) in rows]
     assert compute(f"cvt.rn.{into}.{source} %d, %a;", [source], into, rows) == expected
@@ -107,7 +108,7 @@ def test_integers_become_the_nearest_float(compute: Compute, data: st.DataObject
 @SETTINGS
 @given(data=st.data())
 def test_doubles_become_the_nearest_single(compute: Compute, data: st.DataObject) -> None:
-    rows = data.draw(st.lists(st.tuples(floats("f64")), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(floats("f64")))
     results = compute("cvt.rn.f32.f64 %d, %a;", ["f64"], "f32", rows)
     for (pattern,), result in zip(rows, results, strict=True):
         value = decoded(pattern, "f64")

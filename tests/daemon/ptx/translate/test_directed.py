@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, built, drawn_rows, one_of, whole_numbers
 from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
 
 pytestmark = pytest.mark.exhaustive
@@ -16,6 +17,7 @@ ComputeAll = Callable[..., dict[str, list[int]]]
 
 SETTINGS = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MODES = ("rz", "rm", "rp")
+SIGNS = one_of([0, 1])
 ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "fma": 3, "mad": 3, "sqrt": 1, "rcp": 1}
 
 
@@ -81,14 +83,12 @@ def operate(name: str, mode: str, kind: Kind, values: Sequence[Number]) -> Numbe
     return total(product(values[0], values[1]), values[2], mode)
 
 
-def patterns(kind: Kind) -> st.SearchStrategy[int]:
+def patterns(kind: Kind) -> Values[int]:
     """Special values, any bits, and short numbers: their products, quotients and roots are often exact."""
-    short = st.builds(
-        lambda v, s: v << (kind.digits - 3) | s * kind.sign, st.integers(0, kind.bias * 16), st.booleans()
-    )
+    short = built(lambda v, s: v << (kind.digits - 3) | s * kind.sign, whole_numbers(0, kind.bias * 16), SIGNS)
     one = kind.bias << kind.digits
-    near = st.builds(lambda d, s: (one + d) | s * kind.sign, st.integers(-5, 1 << kind.digits), st.booleans())
-    return st.sampled_from(kind.edges) | short | near | st.integers(0, (1 << kind.bits) - 1)
+    near = built(lambda d, s: (one + d) | s * kind.sign, whole_numbers(-5, 1 << kind.digits), SIGNS)
+    return one_of(kind.edges) | short | near | whole_numbers(0, (1 << kind.bits) - 1)
 
 
 # Those with .sat.
@@ -118,7 +118,7 @@ def result_of(name: str, mode: str, extra: str, kind: str, row: tuple[int, ...])
 @given(data=st.data())
 def test_is_what_the_mode_picks(compute_all: ComputeAll, data: st.DataObject, name: str, kind: str) -> None:
     arity, layout = ARITY[name], KINDS[kind]
-    rows = data.draw(st.lists(st.tuples(*[patterns(layout)] * arity), min_size=16, max_size=48))
+    rows = data.draw(drawn_rows(*[patterns(layout)] * arity))
     operands = ", ".join(f"%{letter}" for letter in "abc"[:arity])
     forms = {
         f"{name}.{mode}{extra}.{kind} %d, {operands};": (mode, extra)

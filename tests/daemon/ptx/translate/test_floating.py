@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, drawn_rows, one_of, whole_numbers
+
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 
@@ -136,8 +138,8 @@ EDGES = {
 }
 
 
-def patterns(kind: str) -> st.SearchStrategy[int]:
-    return st.sampled_from(EDGES[kind]) | st.integers(0, (1 << int(kind[1:])) - 1)
+def patterns(kind: str) -> Values[int]:
+    return one_of(EDGES[kind]) | whole_numbers(0, (1 << int(kind[1:])) - 1)
 
 
 ALIKE = sorted({(kind.split(".")[-1], arity) for _, _, kind, arity in FORMS})
@@ -145,12 +147,12 @@ ALIKE = sorted({(kind.split(".")[-1], arity) for _, _, kind, arity in FORMS})
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "arity"), ALIKE)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_is_rounded_once_and_flushed_where_told(
     compute_all: ComputeAll, data: st.DataObject, kind: str, arity: int
 ) -> None:
-    rows = data.draw(st.lists(st.tuples(*[patterns(kind)] * arity), min_size=1, max_size=48), label="rows")
+    rows = data.draw(drawn_rows(*[patterns(kind)] * arity))
     names = ", ".join(f"%{letter}" for letter in "abc"[:arity])
     forms = {
         f"{spelling} %d, {names};": name

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, built, drawn_rows, one_of, whole_numbers
 from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
 
 pytestmark = pytest.mark.exhaustive
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.exhaustive
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 
-SETTINGS = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def exact(value: Number) -> bool:
@@ -93,15 +94,15 @@ def result_of(spelling: str, kind: Kind, row: Sequence[int]) -> int:
     return 0 if ".relu" in spelling and value <= 0 else bits
 
 
-def patterns(kind: Kind) -> st.SearchStrategy[int]:
+def patterns(kind: Kind) -> Values[int]:
     """Special values, any bits, and numbers of like size, whose sums cancel or end in a tie."""
     one = kind.bias << kind.digits
-    near = st.builds(lambda v, s: v | s, st.integers(one - (3 << kind.digits), one + (3 << kind.digits)), signs(kind))
-    return st.sampled_from(kind.edges) | near | st.integers(0, (1 << kind.bits) - 1)
+    near = built(lambda v, s: v | s, whole_numbers(one - (3 << kind.digits), one + (3 << kind.digits)), signs(kind))
+    return one_of(kind.edges) | near | whole_numbers(0, (1 << kind.bits) - 1)
 
 
-def signs(kind: Kind) -> st.SearchStrategy[int]:
-    return st.sampled_from([0, kind.sign])
+def signs(kind: Kind) -> Values[int]:
+    return one_of([0, kind.sign])
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
@@ -111,7 +112,7 @@ def signs(kind: Kind) -> st.SearchStrategy[int]:
 def test_is_rounded_once(compute_all: ComputeAll, data: st.DataObject, name: str, kind: str) -> None:
     arity = OPERATIONS[name][0]
     operands = ", ".join(f"%{letter}" for letter in "abc"[:arity])
-    rows = data.draw(st.lists(st.tuples(*[patterns(KINDS[kind])] * arity), min_size=16, max_size=48))
+    rows = data.draw(drawn_rows(*[patterns(KINDS[kind])] * arity))
     wanted = {
         f"{spelling}.{kind} %d, {operands};": [result_of(spelling, KINDS[kind], row) for row in rows]
         for spelling in spellings(name, kind)
@@ -127,8 +128,8 @@ def test_a_pair_is_two_numbers(compute_all: ComputeAll, data: st.DataObject, nam
     arity = OPERATIONS[name][0]
     operands = ", ".join(f"%{letter}" for letter in "abc"[:arity])
     number = patterns(KINDS[kind])
-    pair = st.builds(lambda upper, lower: upper << 16 | lower, number, number)
-    rows = data.draw(st.lists(st.tuples(*[pair] * arity), min_size=8, max_size=48))
+    pair = built(lambda upper, lower: upper << 16 | lower, number, number)
+    rows = data.draw(drawn_rows(*[pair] * arity))
     wanted = {
         f"{spelling}.{kind}x2 %d, {operands};": [
             result_of(spelling, KINDS[kind], [v >> 16 for v in row]) << 16
@@ -158,7 +159,7 @@ def test_signs_are_turned_or_cleared(compute: Compute, data: st.DataObject, name
     ftz = "" if kind[0] == "b" else ftz
     layout = KINDS[kind.removesuffix("x2")]
     count = 2 if kind.endswith("x2") else 1
-    rows = data.draw(st.lists(st.tuples(*[patterns(layout)] * count), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(*[patterns(layout)] * count))
     packed = [(sum(v << 16 * n for n, v in enumerate(row)),) for row in rows]
     stored = f"b{16 * count}"
     for row, result in zip(rows, compute(f"{name}{ftz}.{kind} %d, %a;", [stored], stored, packed), strict=True):
@@ -195,13 +196,13 @@ def chosen(name: str, mods: str, kind: Kind, left: int, right: int) -> int:
 @pytest.mark.parametrize("mods", ["", ".NaN", ".xorsign.abs", ".NaN.xorsign.abs", ".ftz", ".ftz.NaN.xorsign.abs"])
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f16x2", "bf16x2"])
 @pytest.mark.parametrize("name", ["min", "max"])
-@settings(SETTINGS, max_examples=4)
+@SETTINGS
 @given(data=st.data())
 def test_the_smaller_or_larger(compute: Compute, data: st.DataObject, name: str, kind: str, mods: str) -> None:
     mods = mods.replace(".ftz", "") if kind[0] == "b" else mods
     layout = KINDS[kind.removesuffix("x2")]
     count = 2 if kind.endswith("x2") else 1
-    rows = data.draw(st.lists(st.tuples(*[patterns(layout)] * 2 * count), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(*[patterns(layout)] * 2 * count))
     stored = f"b{16 * count}"
     packed = [tuple(sum(v << 16 * n for n, v in enumerate(row[k::2])) for k in (0, 1)) for row in rows]
     results = compute(f"{name}{mods}.{kind} %d, %a, %b;", [stored] * 2, stored, packed)

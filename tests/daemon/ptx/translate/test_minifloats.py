@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, built, drawn_rows, one_of, whole_numbers
 from helpers.exact import KINDS, Kind, decode, encode
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
-FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LAYOUTS = {"e4m3": Kind(8, 3, 7), "e5m2": Kind(8, 2, 15)}
 
 
@@ -45,19 +46,19 @@ def nearest(kind: str, value: float | Fraction, relu: str) -> int:
     return sign | min(NUMBERS[kind], key=lambda pair: (abs(Fraction(pair[0]) - Fraction(size)), pair[1] & 1))[1]
 
 
-def middles(kind: str) -> st.SearchStrategy[float]:
+def middles(kind: str) -> Values[float]:
     """Numbers in the middle of two neighbours, and just beside it."""
     values = [number for number, _ in NUMBERS[kind]]
-    pairs = st.sampled_from(list(pairwise(values)))
-    return st.builds(lambda pair, nudge, s: s * (sum(pair) / 2 * (1 + nudge / 2**10)), pairs, st.integers(-1, 1), SIGNS)
+    pairs = one_of(list(pairwise(values)))
+    return built(lambda pair, nudge, s: s * (sum(pair) / 2 * (1 + nudge / 2**10)), pairs, whole_numbers(-1, 1), SIGNS)
 
 
 def single(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
-SIGNS = st.sampled_from([1.0, -1.0])
-SPECIAL = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 448.0, 464.0, 466.0, 57344.0, 61440.0, 2.0**-30])
+SIGNS = one_of([1.0, -1.0])
+SPECIAL = one_of([0.0, -0.0, math.inf, -math.inf, math.nan, 448.0, 464.0, 466.0, 57344.0, 61440.0, 2.0**-30])
 
 
 @pytest.mark.exhaustive
@@ -66,8 +67,8 @@ SPECIAL = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 448.0, 464.
 @FEW
 @given(data=st.data())
 def test_from_singles_and_halves(compute: Compute, data: st.DataObject, kind: str, relu: str) -> None:
-    drawn = SPECIAL | middles(kind) | st.builds(single, st.integers(0, 2**32 - 1))
-    pairs = data.draw(st.lists(st.tuples(drawn, drawn), min_size=16, max_size=40))
+    drawn = SPECIAL | middles(kind) | built(single, whole_numbers(0, 2**32 - 1))
+    pairs = data.draw(drawn_rows(drawn, drawn))
     rows = [tuple(int.from_bytes(struct.pack("<f", v), "little") for v in pair) for pair in pairs]
     exact = [tuple(single(bits) for bits in row) for row in rows]
     found = compute(f"cvt.rn.satfinite{relu}.{kind}x2.f32 %d, %a, %b;", ["f32", "f32"], "b16", rows)

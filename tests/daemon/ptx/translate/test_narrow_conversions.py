@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, built, drawn_rows, one_of, whole_numbers
 from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed, limits, number
 
 pytestmark = pytest.mark.exhaustive
@@ -13,14 +14,14 @@ pytestmark = pytest.mark.exhaustive
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 
-SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 MODES = ("rn", "rz", "rm", "rp")
 WHOLE: dict[str, Callable[[Fraction], int]] = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
 TF32 = Kind(19, 10, 127)
 
 
-def halfway(into: Kind, source: Kind) -> st.SearchStrategy[int]:
+def halfway(into: Kind, source: Kind) -> Values[int]:
     """Numbers of the source at, just above and just below what two neighbours of the target have in the middle."""
 
     def build(bits: int, nudge: int) -> int:
@@ -32,11 +33,11 @@ def halfway(into: Kind, source: Kind) -> st.SearchStrategy[int]:
         found = max(0, encode(abs(middle), source) + nudge)
         return (found | source.sign) if bits & into.sign else found
 
-    return st.builds(build, st.integers(0, (1 << into.bits) - 1), st.integers(-1, 1))
+    return built(build, whole_numbers(0, (1 << into.bits) - 1), whole_numbers(-1, 1))
 
 
-def patterns(source: Kind, into: Kind | None = None) -> st.SearchStrategy[int]:
-    drawn = st.sampled_from(source.edges) | st.integers(0, (1 << source.bits) - 1)
+def patterns(source: Kind, into: Kind | None = None) -> Values[int]:
+    drawn = one_of(source.edges) | whole_numbers(0, (1 << source.bits) - 1)
     return drawn | halfway(into, source) if into else drawn
 
 
@@ -44,17 +45,17 @@ def stored(kind: str) -> str:
     return {"f16": "b16", "bf16": "b16"}.get(kind, kind)
 
 
-def integers(kind: str) -> st.SearchStrategy[int]:
+def integers(kind: str) -> Values[int]:
     bits = int(kind[1:])
     most = (1 << bits) - 1
-    powers = st.builds(lambda e, d, s: ((1 << e) + d) * s & most, st.integers(0, bits - 1), st.integers(-1, 1), sign)
-    halves = st.builds(
-        lambda m, e, d: ((m << e) + d) & most, st.integers(0, 2**25), st.integers(0, 44), st.integers(-1, 1)
+    powers = built(lambda e, d, s: ((1 << e) + d) * s & most, whole_numbers(0, bits - 1), whole_numbers(-1, 1), sign)
+    halves = built(
+        lambda m, e, d: ((m << e) + d) & most, whole_numbers(0, 2**25), whole_numbers(0, 44), whole_numbers(-1, 1)
     )
-    return st.sampled_from([0, 1, most, most // 2, most // 2 + 1]) | powers | halves | st.integers(0, most)
+    return one_of([0, 1, most, most // 2, most // 2 + 1]) | powers | halves | whole_numbers(0, most)
 
 
-sign = st.sampled_from([1, -1])
+sign = one_of([1, -1])
 
 
 NARROW = [
@@ -87,7 +88,7 @@ def finished(value: Number, into: Kind, mode: str) -> int:
 @given(data=st.data())
 def test_floats_are_rounded_once(compute_all: ComputeAll, data: st.DataObject, into: str, source: str) -> None:
     drawn = patterns(KINDS[source], KINDS[into])
-    rows = data.draw(st.lists(st.tuples(drawn), min_size=16, max_size=64))
+    rows = data.draw(drawn_rows(drawn))
     modes = {
         ".".join(part for part in ("cvt", mode, into, source) if part) + " %d, %a;": mode
         for mode, *kinds in NARROW
@@ -119,7 +120,7 @@ def narrowed(row: int, result: int, mode: str, into: str, source: str) -> int:
 @SETTINGS
 @given(data=st.data())
 def test_tf32_has_ten_digits(compute: Compute, data: st.DataObject, mode: str) -> None:
-    rows = data.draw(st.lists(st.tuples(patterns(KINDS["f32"], TF32)), min_size=16, max_size=64))
+    rows = data.draw(drawn_rows(patterns(KINDS["f32"], TF32)))
     results = compute(f"cvt.{mode}.tf32.f32 %d, %a;", ["f32"], "b32", rows)
     for (row,), result in zip(rows, results, strict=True):
         value = decode(row, KINDS["f32"])
@@ -135,7 +136,7 @@ def test_tf32_has_ten_digits(compute: Compute, data: st.DataObject, mode: str) -
 @given(data=st.data())
 def test_a_pair_has_the_first_on_top(compute: Compute, data: st.DataObject, mode: str, into: str) -> None:
     drawn = patterns(KINDS["f32"], KINDS[into])
-    rows = data.draw(st.lists(st.tuples(drawn, drawn), min_size=8, max_size=48))
+    rows = data.draw(drawn_rows(drawn, drawn))
     results = compute(f"cvt.{mode}.{into}x2.f32 %d, %a, %b;", ["f32", "f32"], "b32", rows)
     for row, result in zip(rows, results, strict=True):
         upper, lower = (finished(decode(v, KINDS["f32"]), KINDS[into], mode) for v in row)
@@ -147,7 +148,7 @@ def test_a_pair_has_the_first_on_top(compute: Compute, data: st.DataObject, mode
 @SETTINGS
 @given(data=st.data())
 def test_integers_are_rounded_once(compute_all: ComputeAll, data: st.DataObject, into: str, source: str) -> None:
-    rows = data.draw(st.lists(st.tuples(integers(source)), min_size=8, max_size=64))
+    rows = data.draw(drawn_rows(integers(source)))
     wanted = {
         f"cvt.{mode}{sat}.{into}.{source} %d, %a;": [
             finished(Fraction(number(row, source)), KINDS[into], mode + sat) for (row,) in rows
@@ -179,7 +180,7 @@ def whole(bits: int, mode: str, into: str, source: str) -> int:
 def test_floats_become_the_nearest_integer(
     compute_all: ComputeAll, data: st.DataObject, source: str, into: str
 ) -> None:
-    rows = data.draw(st.lists(st.tuples(patterns(KINDS[source], KINDS["f16"])), min_size=8, max_size=64))
+    rows = data.draw(drawn_rows(patterns(KINDS[source], KINDS["f16"])))
     wanted = {
         f"cvt.{mode}.{into}.{source} %d, %a;": [whole(row, mode, into, source) for (row,) in rows] for mode in WHOLE
     }
@@ -191,7 +192,7 @@ def test_floats_become_the_nearest_integer(
 @SETTINGS
 @given(data=st.data())
 def test_rounding_to_a_whole_number_keeps_the_sign(compute: Compute, data: st.DataObject, mode: str, kind: str) -> None:
-    rows = data.draw(st.lists(st.tuples(patterns(KINDS[kind])), min_size=8, max_size=64))
+    rows = data.draw(drawn_rows(patterns(KINDS[kind])))
     results = compute(f"cvt.{mode}.{kind}.{kind} %d, %a;", ["b16"], "b16", rows)
     for (row,), result in zip(rows, results, strict=True):
         value = decode(row, KINDS[kind])
@@ -202,7 +203,7 @@ def test_rounding_to_a_whole_number_keeps_the_sign(compute: Compute, data: st.Da
 
 
 @SETTINGS
-@given(rows=st.lists(st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 300)] * 3), min_size=8, max_size=48))
+@given(rows=drawn_rows(*[whole_numbers(0, 2**32 - 1) | whole_numbers(0, 300)] * 3))
 def test_packing_clamps_each(compute: Compute, rows: list[tuple[int, int, int]]) -> None:
     for kind in ("u16", "s16"):
         low, high = limits(kind)

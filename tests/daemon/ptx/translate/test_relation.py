@@ -7,13 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.comparisons import Comparison, numbers, turning
+from helpers.drawn_rows import drawn_rows, whole_numbers
 
 pytestmark = pytest.mark.exhaustive
 
 Rows = Sequence[tuple[int, ...]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 
-SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 HALVES = ("f16", "bf16")
 SOURCES = [*(f"{letter}{bits}" for letter in "bus" for bits in (16, 32, 64)), "f32", "f64", *HALVES]
 TRUE = {
@@ -32,7 +33,7 @@ def stored(kind: str) -> str:
 
 
 def rows_of(kind: str, count: int = 2) -> st.SearchStrategy[list[tuple[int, ...]]]:
-    return st.lists(st.tuples(*[numbers(kind)] * count, st.integers(0, 1)), min_size=8, max_size=48)
+    return drawn_rows(*[numbers(kind)] * count, whole_numbers(0, 1))
 
 
 def outcomes(comparison: Comparison, rows: Rows, *, opposite: bool = False) -> list[bool]:

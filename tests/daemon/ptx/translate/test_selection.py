@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.drawn_rows import Values, built, drawn_rows, one_of, whole_numbers
 from helpers.exact import KINDS, Kind, decode, flushed
 
 pytestmark = pytest.mark.exhaustive
@@ -13,13 +14,13 @@ Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[in
 
 ComputeAll = Callable[..., dict[str, list[int]]]
 
-SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TESTS = ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
-WORD = st.integers(0, 2**32 - 1)
+WORD = whole_numbers(0, 2**32 - 1)
 
 
-def patterns(kind: Kind) -> st.SearchStrategy[int]:
-    return st.sampled_from(kind.edges) | st.integers(0, (1 << kind.bits) - 1)
+def patterns(kind: Kind) -> Values[int]:
+    return one_of(kind.edges) | whole_numbers(0, (1 << kind.bits) - 1)
 
 
 def has(test: str, kind: Kind, bits: int) -> bool:
@@ -40,7 +41,7 @@ def has(test: str, kind: Kind, bits: int) -> bool:
 @SETTINGS
 @given(data=st.data())
 def test_testp_tells_the_class(compute_all: ComputeAll, data: st.DataObject, kind: str) -> None:
-    rows = data.draw(st.lists(st.tuples(patterns(KINDS[kind])), min_size=16, max_size=64))
+    rows = data.draw(drawn_rows(patterns(KINDS[kind])))
     wanted = {f"testp.{test}.{kind} %d, %a;": [has(test, KINDS[kind], bits) for (bits,) in rows] for test in TESTS}
     assert compute_all(wanted, [kind], "pred", rows) == wanted
 
@@ -49,8 +50,8 @@ def test_testp_tells_the_class(compute_all: ComputeAll, data: st.DataObject, kin
 @SETTINGS
 @given(data=st.data())
 def test_slct_goes_by_the_sign(compute_all: ComputeAll, data: st.DataObject, kind: str) -> None:
-    value = st.integers(0, (1 << int(kind[1:])) - 1)
-    rows = data.draw(st.lists(st.tuples(value, value, patterns(KINDS["f32"])), min_size=8, max_size=48))
+    value = whole_numbers(0, (1 << int(kind[1:])) - 1)
+    rows = data.draw(drawn_rows(value, value, patterns(KINDS["f32"])))
     expected = [b if c >> 31 else a for a, b, c in rows]
     wanted = {f"slct.{kind}.s32 %d, %a, %b, %c;": expected}
     for ftz in ("", ".ftz"):
@@ -72,7 +73,7 @@ PERMUTATIONS = {
 
 @pytest.mark.parametrize("mode", [*PERMUTATIONS])
 @SETTINGS
-@given(rows=st.lists(st.tuples(WORD, WORD, WORD), min_size=16, max_size=48))
+@given(rows=drawn_rows(WORD, WORD, WORD))
 def test_prmt_picks_bytes_by_its_mode(compute: Compute, mode: str, rows: list[tuple[int, int, int]]) -> None:
     expected = []
     for a, b, c in rows:
@@ -98,16 +99,13 @@ def nth_set(mask: int, base: int, offset: int) -> int:
     return 0xFFFFFFFF
 
 
-@settings(SETTINGS, max_examples=40)
+@SETTINGS
 @given(
-    rows=st.lists(
-        st.tuples(
-            WORD | st.just(2**32 - 1),
-            st.integers(0, 33),
-            st.integers(-33, 33).map(lambda v: v & 0xFFFFFFFF) | WORD | st.just(1 << 31),
-        ),
-        min_size=16,
-        max_size=64,
+    rows=drawn_rows(
+        WORD | one_of([2**32 - 1]),
+        whole_numbers(0, 33),
+        built(lambda offset: offset & 0xFFFFFFFF, whole_numbers(-33, 33)) | WORD | one_of([1 << 31]),
+        most=512,
     )
 )
 def test_fns_finds_the_nth_one(compute: Compute, rows: list[tuple[int, int, int]]) -> None:
@@ -126,7 +124,7 @@ def test_cnot_is_one_for_zero(compute: Compute, bits: int) -> None:
 @given(data=st.data())
 def test_min_and_max_as_modified(compute: Compute, data: st.DataObject, name: str, mods: str) -> None:
     kind = KINDS["f32"]
-    rows = data.draw(st.lists(st.tuples(patterns(kind), patterns(kind)), min_size=16, max_size=64))
+    rows = data.draw(drawn_rows(patterns(kind), patterns(kind)))
     results = compute(f"{name}{mods}.f32 %d, %a, %b;", ["f32", "f32"], "f32", rows)
     for row, result in zip(rows, results, strict=True):
         left, right = (flushed(v, kind) if ".ftz" in mods else v for v in row)

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+
+from helpers.drawn_rows import drawn_rows, one_of, whole_numbers
 
 pytestmark = pytest.mark.exhaustive
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
-FEW = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "vadd": operator.add,
@@ -23,11 +24,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 CONDITIONS: dict[str, Callable[[int, int], bool]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-WORDS = st.lists(
-    st.tuples(*[st.sampled_from([0, 1, 2**31, 2**32 - 1, 0x7F80FF01, 0x7FFF8000]) | st.integers(0, 2**32 - 1)] * 3),
-    min_size=16,
-    max_size=32,
-)
+WORD = one_of([0, 1, 2**31, 2**32 - 1, 0x7F80FF01, 0x7FFF8000]) | whole_numbers(0, 2**32 - 1)
 TYPES = [("u32", "u32", "u32"), ("s32", "s32", "s32"), ("u32", "s32", "u32"), ("s32", "u32", "s32")]
 
 
@@ -43,7 +40,7 @@ def clamped(value: int, bits: int, kind: str) -> int:
 
 def check(compute: Compute, text: str, expected: Callable[[int, int, int], int], count: int) -> None:
     @FEW
-    @given(WORDS)
+    @given(drawn_rows(WORD, WORD, WORD))
     def run(rows: list[tuple[int, int, int]]) -> None:
         names = ", ".join(f"%{name}" for name in "abc"[:count])
         found = compute(f"{text} %d, {names};", ["u32"] * 3, "u32", rows)
