@@ -23,7 +23,7 @@ _moved_modules.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import all exported names when the first of them is accessed, because most commands of `gpulease` need none."""
+    """Import all exported names when the first is accessed, because most commands of `gpulease` need none."""
     if name == "__all__" or not name.startswith("__"):
         public = import_module("gpulease.client.sync.public")
         globals().update({exported: getattr(public, exported) for exported in public.__all__}, __all__=public.__all__)

@@ -13,11 +13,12 @@ from gpulease.client.texts import quoted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DIMENSIONS: Final = 8
-"""Maximum number of dimensions of an array: the copy kernel has room for no more. Stops data that was passed as a
-shape."""
+"""Maximum number of dimensions of an array: the copy kernel has room for no more. It also catches data that was passed
+as a shape."""
 
 MAX_ARRAY_BYTES: Final = 1 << 47
-"""Largest array, more than any card has. Stops a shape that is a mistake, and overflows in the copy kernel."""
+"""Largest array in bytes, more than any card has. Prevents overflows in the copy kernel, and catches mistaken
+shapes."""
 
 MAX_UNIT_BYTES: Final = 16
 """Maximum number of bytes that one thread copies at once: the widest load and store of a card."""
@@ -30,7 +31,7 @@ class ArrayLayout:
     Attributes:
         shape: Number of elements in each dimension.
         strides: Bytes from one element to the next in each dimension; negative where a slice runs backwards.
-        offset: Byte in the buffer of element [0, 0, ...].
+        offset: The place in the buffer, in bytes, of element [0, 0, ...].
         item_bytes: Size of an element.
     """
 
@@ -41,8 +42,8 @@ class ArrayLayout:
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], item_bytes: int) -> Self:
-        """A C-contiguous layout that starts at the buffer's first byte."""
-        # Go from the last dimension to the first, because the last one is the innermost.
+        """Return a C-contiguous layout that starts at the buffer's first byte."""
+        # Go from the last dimension, the innermost, to the first.
         strides, step = [], item_bytes
         for length in reversed(shape):
             strides.append(step)
@@ -63,7 +64,7 @@ class ArrayLayout:
     def is_contiguous(self) -> bool:
         """True if the elements are in C order without gaps.
 
-        Dimensions of length 1 and empty arrays don't matter, as in numpy.
+        As in numpy, dimensions of length 1 are ignored, and an empty array is contiguous.
         """
         step = self.item_bytes
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -76,7 +77,7 @@ class ArrayLayout:
 
     @property
     def span(self) -> tuple[int, int]:
-        """(first, end): the first byte in the buffer that belongs to an element, and the byte after the last one."""
+        """The first byte in the buffer that belongs to an element, and the byte after the last such byte."""
         if not self.size:
             return self.offset, self.offset
         # A negative stride reaches below the offset, a positive one above it.
@@ -85,7 +86,7 @@ class ArrayLayout:
         return first, self.offset + sum(reach for reach in reaches if reach > 0) + self.item_bytes
 
     def at(self, key: Any) -> Self:
-        """The layout of a part, by numpy's basic indexing: integers, slices, `...` and None. Raises InvalidRequest."""
+        """Return a part's layout, by numpy's indexing: integers, slices, `...` and None. Raises InvalidRequest."""
         shape: list[int] = []
         strides: list[int] = []
         offset, remaining = self.offset, iter(zip(self.shape, self.strides, strict=True))
@@ -121,7 +122,7 @@ class ArrayLayout:
         # 1.
         own = list(zip(self.shape, self.strides, strict=True))[max(0, -more) :]
         own = [(1, 0)] * max(0, more) + own
-        # A length of 1 is repeated; any other must be the target's.
+        # A length of 1 is repeated; any other length must equal the target's.
         fits = all(length in (1, target_length) for (length, _), target_length in zip(own, shape, strict=True))
         if not fits or any(length != 1 for length in self.shape[: max(0, -more)]):
             raise InvalidRequest(f"{operation}: an array of shape {self.shape} does not fit one of shape {shape}")
@@ -132,7 +133,7 @@ class ArrayLayout:
 
 
 def checked_shape(shape: Any, item_bytes: int, operation: str) -> tuple[int, ...]:
-    """Return a shape that is given as one length or as a sequence of lengths, as a tuple.
+    """Return as a tuple a shape that is given as one length or as a sequence of lengths.
 
     Args:
         shape: The program's value.
@@ -162,7 +163,7 @@ def checked_shape(shape: Any, item_bytes: int, operation: str) -> tuple[int, ...
 
 def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
     """Complete an index to one item per dimension, plus its Nones. Raises InvalidRequest."""
-    # Count the dimensions that the index names; it takes the others whole.
+    # Count the dimensions that the index names. It takes all other dimensions whole.
     items = key if isinstance(key, tuple) else (key,)
     taken = sum(item is not None and item is not ... for item in items)
     # `...`, or else the end of the index, stands for all dimensions that were not given.
@@ -182,7 +183,7 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
 
 
 def _range_of(part: slice, length: int, number: int) -> tuple[int, int, int]:
-    """(start, step, count) of a slice of a dimension of that length. Raises InvalidRequest."""
+    """Return (start, step, count) of a slice of a dimension of this length. Raises InvalidRequest."""
     try:
         # Use Python's rules for slices: negative numbers count from the end, and parts outside the array are left out.
         start, stop, step = part.indices(length)
@@ -193,7 +194,7 @@ def _range_of(part: slice, length: int, number: int) -> tuple[int, int, int]:
 
 def _place(index: Any, length: int, number: int) -> int:
     try:
-        # bool has __index__, but means a mask in numpy.
+        # A bool has __index__, but in numpy it means a mask.
         if isinstance(index, bool):
             raise TypeError
         place = index.__index__()
@@ -209,7 +210,7 @@ def _place(index: Any, length: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Bytes to copy from one layout to another, as nested loops over units of one size. Loop 0 is the innermost.
+    """A copy from one layout to another, as nested loops over units of one size. Loop 0 is the innermost.
 
     Attributes:
         unit_bytes: Size of a unit: 1, 2, 4, 8 or 16. Every address that is read or written is a multiple of it.
@@ -230,7 +231,7 @@ class StridedCopy:
 
 
 def strided_copy_of(to: ArrayLayout, source: ArrayLayout | None) -> StridedCopy:
-    """The fewest loops that copy every element of `source` to its place in `to`; both have the same shape.
+    """Return the fewest loops that copy each element of `source` to its place in `to`, of the same shape.
 
     Without a source, the target is filled with a pattern as long as an element, repeated to a unit.
     """
@@ -248,7 +249,7 @@ def strided_copy_of(to: ArrayLayout, source: ArrayLayout | None) -> StridedCopy:
         else:
             loops.append((length, to_stride, from_stride))
     # The unit is the widest power of two up to MAX_UNIT_BYTES that divides the innermost loop, every offset and every
-    # stride, so that all its addresses are aligned.
+    # stride, so that all of its addresses are aligned.
     steps = [to.offset, *(stride for _, stride, _ in loops[1:])]
     if source is not None:
         steps += [source.offset, *(stride for _, _, stride in loops[1:])]
@@ -265,7 +266,7 @@ class ArrayView:
     """An array in a session's device memory; the base of both APIs' arrays.
 
     Attributes:
-        buffer: The memory. It is freed when its last array is dropped.
+        buffer: The memory. It is freed when the last array in it is dropped.
         layout: Where the elements are in the buffer.
         dtype: The elements' numpy dtype.
     """

@@ -1,4 +1,4 @@
-"""Recognises what a program passes as code: PTX, a binary, CUDA C, or by mistake the path of a file."""
+"""Recognises the kind of code that a program passes: PTX, a binary, CUDA C or, by mistake, the path of a file."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from gpulease.client.memory_views import readable_bytes
 from gpulease.client.texts import quoted, utf8
 
 _BINARY: Final = (b"\x7fELF", b"\x50\xed\x55\xba")
-"""The first bytes of a cubin and of a fat binary (ELF's magic; `fatBinaryHeader` of CUDA's fatbinary_section.h)."""
+"""The first bytes of a cubin and of a fat binary (ELF's magic; `fatBinaryHeader` in CUDA's fatbinary_section.h)."""
 
 # Every PTX module begins with this directive, after comments (PTX ISA, ".version").
 _PTX: Final = re.compile(rb"^\s*\.version\s", re.MULTILINE)
@@ -22,7 +22,7 @@ _PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", r
 
 
 def image_of(image: Any, operation: str) -> bytes:
-    """The bytes of PTX text or of a binary. Raises InvalidRequest for a path, for CUDA C, and for other types."""
+    """Return the bytes of PTX text or a binary. Raises InvalidRequest for a path, CUDA C, and other types."""
     _check_path(image, operation, 'Give what is in the file: pathlib.Path("...").read_bytes()')
     code = utf8(image, operation) if isinstance(image, str) else bytes(readable_bytes(image, operation))
     if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):
@@ -33,7 +33,7 @@ def image_of(image: Any, operation: str) -> bytes:
 
 
 def cuda_c_of(source: Any, operation: str) -> str:
-    """The text of a CUDA C source. Raises InvalidRequest for a path, for PTX, and for other types."""
+    """Return the text of a CUDA C source. Raises InvalidRequest for a path, PTX, and other types."""
     _check_path(source, operation, 'Give what is in the file: pathlib.Path("...").read_text()')
     if not isinstance(source, str):
         raise InvalidRequest(f"{operation}: the source must be a string of CUDA C, not {quoted(source)}")

@@ -30,8 +30,8 @@
             ├── RegionFenced     it had ended before, and an earlier error said how
             └── RegionCancelled  it is cancelled until it is resumed
 
-A fault on a GPU can end the context. Later operations then raise the same SyncFailed, or GpuSessionFailed.
-A status without a class of its own is a plain GpuLeaseError.
+A fault on a GPU can end the context. Later operations then raise the same SyncFailed, or GpuSessionFailed. A status
+without a separate class is a plain GpuLeaseError.
 """
 
 from collections.abc import Callable, Container
@@ -51,7 +51,7 @@ class GpuLeaseError(Exception):
         message: What failed and why.
         hint: What to do about it; may be "".
         status: The status on the wire.
-        failure: The daemon's whole failure, or one built here for an error that the client found.
+        failure: The daemon's complete failure; for an error that the client found, a failure built here.
     """
 
     host_code: ClassVar[int | None] = None
@@ -60,9 +60,9 @@ class GpuLeaseError(Exception):
     default_hint: ClassVar[str] = ""
 
     def __init__(self, message: str, hint: str = "", failure: Failure | None = None) -> None:
-        # As `Exception.__init__` does, but faster: a tenant waits for the error of a refused launch.
+        # This does the same as `Exception.__init__`, but faster: a tenant waits for the error of a refused launch.
         self.args = message, hint, failure
-        # The message for people, and the failure for programs; an error found in the client builds its own.
+        # The message is for people, the failure for programs. An error that the client found builds its own failure.
         self.message = message
         self.hint = hint or self.default_hint
         self.failure = failure or Failure(self.default_status, message, hint)
@@ -83,7 +83,7 @@ E = TypeVar("E", bound=type[GpuLeaseError])
 
 
 def answers(status: Status) -> Callable[[E], E]:
-    """Make the decorated class the error of a status. Raises ValueError if the status has a class already."""
+    """Make the decorated class a status's error. Raises ValueError if the status already has a class."""
 
     def register(kind: E) -> E:
         # A second class for a status would replace the first one silently.
@@ -151,7 +151,7 @@ class TimedOut(GpuLeaseError):
 
 @answers(Status.DISCONNECTED)
 class Disconnected(GpuLeaseError):
-    """No daemon answers; or the connection ended without a reason; or the daemon stops, which ends its leases."""
+    """No daemon answers, the connection ended without a reason, or the daemon stops, which ends its leases."""
 
     host_code = -1
     default_hint = "Is gpuleased running?"
@@ -205,7 +205,7 @@ class GpuSessionFailed(GpuLeaseError):
 
 
 class OperationFailed(GpuLeaseError):
-    """An operation failed; the session continues. Every such failure has one of the classes below."""
+    """An operation failed; the session continues. Every such error has one of the classes below."""
 
 
 @answers(Status.ALLOC_FAILED)
@@ -280,12 +280,12 @@ class RegionFailed(OperationFailed):
 
     @property
     def kernel(self) -> str:
-        """The kernel of the refused launch; "" for a copy, or for a graph of several kernels."""
+        """The kernel of the refused launch; "" for a copy or a graph of several kernels."""
         return self.failure.kernel
 
     @property
     def site(self) -> int | None:
-        """The index of that launch in its burst or graph, from 0; None for a copy."""
+        """The index of the refused launch in its burst or graph, from 0; None for a copy."""
         return self.failure.site
 
     @property
@@ -300,9 +300,10 @@ class RegionFailed(OperationFailed):
 
 
 def _answers_of_region(status: Status) -> Callable[[E], E]:
-    """Make the decorated class the error of a status in failures that name a region."""
+    """Make the decorated class a status's error in failures that name a region."""
 
-    # A region's status has its own class, because the session continues, unlike after a lease's end with that status.
+    # A region's status has a separate class, because the session continues: after a lease's end with that status it
+    # does not.
     def register(kind: E) -> E:
         _OF_REGION[status] = kind
         kind.default_status = status
@@ -328,7 +329,7 @@ class RegionFreed(RegionFailed):
 
 @_answers_of_region(Status.FENCED)
 class RegionFenced(RegionFailed):
-    """The region had ended, and an earlier error said how; or its memory could not be proved free."""
+    """The region had ended, as an earlier error reported, or its memory could not be proved free."""
 
 
 @answers(Status.CANCELLED)
@@ -354,30 +355,30 @@ PERMANENT_ERRORS = (
 
 
 def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
-    """The error class of a status.
+    """Return the error class of a status.
 
     Args:
         status: A number from the wire; a newer daemon may send one that this client doesn't know.
         of_region: Whether the failure names a region.
 
     Returns:
-        The class, or the base class, RegionFailed or GpuLeaseError, for a status without one.
+        The class; for a status without one, the base class, RegionFailed or GpuLeaseError.
     """
     # A number that this client does not know gets the base class, so that programs can catch it.
     return _OF_REGION.get(status, RegionFailed) if of_region else _BY_STATUS.get(status, GpuLeaseError)
 
 
 def error_of(failure: Failure, operation: str, own_requests: Container[int] = ()) -> GpuLeaseError:
-    """The error to raise for a failure.
+    """Return the error to raise for a failure.
 
     Args:
         failure: The daemon's failure.
         operation: The operation that received it.
         own_requests: Ids of the operation's own *quiet* requests (sent without waiting for a reply). The failure of any
-            other request is reported as an earlier one's.
+            other request is reported as an earlier request's.
     """
     number = failure.failed_request_id
-    # A quiet request's failure arrives with a later reply: say which request failed, and that this one was not
+    # A quiet request's failure arrives with a later reply. Report which request failed, and that this one was not
     # executed.
     if number is None or number in own_requests:
         message = f"{operation}: {failure.message}"
@@ -389,7 +390,7 @@ def error_of(failure: Failure, operation: str, own_requests: Container[int] = ()
 
 
 def _earlier(failure: Failure, number: int) -> str:
-    # Name launches by their kernels, because programs know them by these.
+    # Name launches by their kernels, by which programs know them.
     if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN, Opcode.LAUNCH_WITH):
         kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
         return f"earlier launch {number}{kernel}"

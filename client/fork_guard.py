@@ -1,8 +1,8 @@
 """After fork(): the child inherits its parent's leases, sessions and connections, and must not use them.
 
 If two processes sent requests over one connection, each could get the other's replies. So every connection, lease and
-session registers here. In the child each is marked as the parent's, and its descriptors are closed. Checks that every
-operation makes anyway find that mark, so a launch does not take longer.
+session registers here. In the child, each is marked as the parent's, and its descriptors are closed. Checks that every
+operation makes anyway find the mark, so a launch does not take longer.
 """
 
 import os
@@ -17,7 +17,7 @@ OWNED_BY_PARENT: Final = Failure(
     "Acquire a lease in this process, or start the process with multiprocessing's spawn method; the "
     "parent's lease continues",
 )
-"""The failure with which an inherited lease or session has ended for the child."""
+"""The failure with which an inherited lease or session ends for the child."""
 
 
 class Inherited(Protocol):
@@ -36,10 +36,10 @@ def register(inherited: Inherited) -> None:
 
 
 def _disown_all() -> None:
-    # Use a copy, because disowning may drop last references, which would change the set.
+    # Use a copy, because disowning may drop last references and so change the set.
     for inherited in list(_inheritable):
         inherited.disown()
 
 
-# This runs only in the child; the parent's objects stay unchanged.
+# This runs only in the child. The parent's objects stay unchanged.
 os.register_at_fork(after_in_child=_disown_all)

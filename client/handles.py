@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class HandleOwner(Protocol):
-    """The part of a session's connection that its handles use.
+    """The part of a session's connection that handles use.
 
     Attributes:
-        dropped: (operation, handle) of handles without a reference; the session's next operation frees them.
+        dropped: (operation, handle) for each handle without a reference; the session's next operation frees them.
     """
 
     dropped: list[tuple[Opcode, int]]
 
     @property
     def is_alive(self) -> bool:
-        """True until the session or its lease is known here to have ended."""
+        """True until this process knows that the session or its lease has ended."""
 
 
 class Handle:
@@ -46,12 +46,12 @@ class Handle:
 
     @property
     def is_alive(self) -> bool:
-        """True while it can be used: it is not freed, and its session and lease are not known here to have ended."""
+        """True while it can be used: it is not freed, and as far as this process knows its session and lease live."""
         return self.owner is not None and self.owner.is_alive
 
     def check(self, session: HandleOwner, subject: str) -> None:
         """Raise InvalidHandle, naming the operation `subject`, if this object can't be used in `session`."""
-        # The usual case costs one comparison; the reason is found only for the error.
+        # The usual case costs one comparison. Only an error needs the reason.
         if self.owner is not session:
             kind = type(self).__name__.lower()
             reason = "is freed" if self.owner is None else "belongs to another session"
@@ -96,8 +96,8 @@ class Buffer(Handle):
         return f"<Buffer {self.handle:#x} {self.size_bytes} bytes{'' if self.is_alive else ', gone'}>"
 
     def lend(self) -> None:
-        """Free nothing when the last reference is dropped: the lease holds the memory from now on."""
-        # Change the class, which determines the destructor; all references to the object stay valid.
+        """Free nothing when the last reference is dropped, because the lease holds the memory from now on."""
+        # Change the class, which determines the destructor. All references to the object stay valid.
         self.__class__ = BorrowedBuffer
 
     def check_range(self, offset: int, size_bytes: int, subject: str) -> None:
@@ -115,19 +115,19 @@ class BorrowedBuffer(Buffer):
     __slots__ = ()
 
     def __del__(self) -> None:
-        """Free nothing: the memory belongs to the lease or to another reference."""
+        """Free nothing, because the memory belongs to the lease or to another reference."""
 
 
 class Module(Handle):
     """Loaded code.
 
     Attributes:
-        kernels: Its kernels by name, each with the sizes of its parameters in bytes and the most threads a block may
-            have.
-        parameter_types: By kernel, the types of its parameters if the image is PTX, which declares them; else empty.
+        kernels: Its kernels by name, each with the sizes of its parameters in bytes, and the maximum number of threads
+            of a block.
+        parameter_types: By kernel, the types of its parameters; empty unless the image is PTX, which declares them.
         templates: Launches that were checked once (`core.launch`). They are void after the module is unloaded.
         latest: The most recent of these launches that named no regions.
-        latest_in: The most recent that named regions.
+        latest_in: The most recent of these launches that named regions.
     """
 
     __slots__ = ("kernels", "latest", "latest_in", "parameter_types", "templates")
@@ -143,8 +143,8 @@ class Module(Handle):
         self.latest_in: Any = None
 
     def set_parameter_types(self, types: tuple[bytes, ...]) -> None:
-        """Store the parameter types of each kernel, as the reply to MODULE_PARAMETERS has them."""
-        # The reply has the kernels in the module's order; a kernel without type information has no bytes.
+        """Store the parameter types of each kernel from the reply to MODULE_PARAMETERS."""
+        # The reply has the kernels in the module's order. A kernel without type information has no bytes.
         pairs = zip(self.kernels, types, strict=False)
         self.parameter_types = MappingProxyType({name: tuple(map(_type_of, each)) for name, each in pairs if each})
 
@@ -159,7 +159,7 @@ ModuleHandle = Module
 class Variable(BorrowedBuffer):
     """Bytes that a module declares in device or constant memory; made by `Module.variable`.
 
-    It exists as long as its module, which it keeps from being dropped. `mem_write`, `mem_read` and launches accept it.
+    It exists as long as its module, to which it keeps a reference. `mem_write`, `mem_read` and launches accept it.
 
     Attributes:
         module: The module that declares it.
@@ -169,7 +169,7 @@ class Variable(BorrowedBuffer):
     __slots__ = ("module", "name")
 
     def __init__(self, module: Module, name: str, owner: HandleOwner, handle: int, size_bytes: int) -> None:
-        # The module first: `owner`, which the base class sets, is read from it.
+        # Set the module first, because `owner`, which the base class sets, is read from it.
         self.module, self.name = module, name
         super().__init__(owner, handle, size_bytes)
 
@@ -180,14 +180,14 @@ class Variable(BorrowedBuffer):
 
     @owner.setter
     def owner(self, owner: HandleOwner | None) -> None:
-        """Ignore it: the owner is always the module's."""
+        """Ignore the value, because the owner is always the module's."""
 
     def check(self, session: HandleOwner, subject: str) -> None:
         """Raise InvalidHandle, naming the operation `subject`, if the module can't be used in `session`."""
         self.module.check(session, subject)
 
     def mark_freed(self) -> tuple[Opcode, int]:
-        """Raise InvalidHandle: a part of a module can't be freed."""
+        """Raise InvalidHandle, because a part of a module can't be freed."""
         raise InvalidHandle(
             f"mem_free: {self.name} is a variable, not an allocation", "It is freed with its module: unload the module"
         )

@@ -24,7 +24,7 @@ Kind = Literal["buffer", "u32", "u64", "i32", "i64", "f32", "f64", "raw"]
 """Kinds that `KernelArgs.push_parameter` accepts; each stands for the `push_` method of that name."""
 
 ArgumentKind = str | int
-"""Kind of an argument: a number's type ("f32"; from numpy scalars also "u8"), "buffer", or the size of raw bytes."""
+"""Kind of an argument: a number's type ("f32"; for numpy scalars even "u8"), "buffer", or the size of raw bytes."""
 
 _SIZES: Final[dict[ArgumentKind, int]] = {
     **{f"{sign}{8 * size}": size for sign in "ui" for size in (1, 2, 4, 8)},
@@ -52,9 +52,9 @@ class BoundParameter:
     """A parameter of a launch graph with a value.
 
     Attributes:
-        kind: The kind that it was pushed as.
-        value: Its bytes in a graph launch: for a buffer, its handle and the offset.
-        argument_bytes: Size of the argument that it stands for.
+        kind: The kind with which it was pushed.
+        value: Its bytes in a graph launch. For a buffer, these are the handle and the offset.
+        argument_bytes: Size of the argument for which it stands.
         buffer: The buffer, if it is one.
     """
 
@@ -68,9 +68,9 @@ class BoundParameter:
 
 
 class KernelArgs:
-    """A kernel's arguments in order; each method appends one and returns the object.
+    """A kernel's arguments in order. Each method appends one, and returns the object.
 
-    It can be used for many launches. It holds its buffers, so they exist as long as it does.
+    It can be used for many launches. It keeps its buffers alive.
 
     Attributes:
         data: The packed bytes.
@@ -95,7 +95,7 @@ class KernelArgs:
 
     def push_u32(self, value: int) -> Self:
         """Append an unsigned integer of 4 bytes. Raises InvalidRequest if the value does not fit."""
-        # struct checks type and range in one step; its error is translated, because it does not name the argument.
+        # struct checks type and range in one step. Translate its error, which does not name the argument.
         try:
             self.data += _PACK_U32(value)
         except struct.error:
@@ -187,10 +187,11 @@ class KernelArgs:
     def push_parameter(self, name: str, kind: Kind, value: Any) -> Self:
         """Append an argument that each launch of a graph can replace: `graph.launch(name=value)`.
 
-        In a launch that is not recorded it is an argument like any other.
+        In a launch that is not recorded, it is an ordinary argument.
 
         Args:
-            name: Its keyword there; not "stream", "regions" or "position". Several arguments may share a name.
+            name: Its keyword in `graph.launch`; not "stream", "regions" or "position". Several arguments may share a
+                name.
             kind: Its kind: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
             value: Its value in launches that give none. For a buffer: the buffer, or the buffer and an offset.
         """
@@ -200,7 +201,7 @@ class KernelArgs:
                 f"argument {len(self.kinds)}: a parameter's name must be an identifier, not {quoted(name)}",
                 f"It can't be {', '.join(sorted(KEYWORDS))}",
             )
-        # Pack it twice: as a parameter with its name, and as an ordinary argument of this launch.
+        # Pack the value twice: as a parameter with its name, and as an ordinary argument of this launch.
         bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
         index = len(self.kinds)
         _push(self, kind, value)
@@ -221,7 +222,7 @@ def pack_parameter(subject: str, kind: Kind, value: Any) -> BoundParameter:
     """Pack a parameter's value.
 
     Args:
-        subject: How messages name it.
+        subject: The parameter's name in messages.
         kind: Its kind.
         value: Its value, as for `KernelArgs.push_parameter`.
 
@@ -239,7 +240,7 @@ def pack_parameter(subject: str, kind: Kind, value: Any) -> BoundParameter:
     # A value is its bytes. A buffer is checked at each launch, so it needs more than its address.
     if not args.buffers:
         return BoundParameter(kind, args.data, len(args.data))
-    # A graph's launch names the buffer and the offset apart, so that the worker can check the buffer.
+    # A graph's launch names the buffer and the offset separately, so that the worker can check the buffer.
     (buffer,) = args.buffers
     (pointer,) = _POINTER.unpack(args.data)
     place = _PACK_U64(buffer.handle) + _PACK_U64(pointer - buffer.handle)
@@ -254,7 +255,7 @@ def _push(args: KernelArgs, kind: Kind, value: Any) -> None:
 
 
 def sizes_of(kinds: tuple[ArgumentKind, ...]) -> tuple[int, ...]:
-    """Each argument's size in bytes, by its kind."""
+    """Return each argument's size in bytes, by its kind."""
     return tuple(kind if isinstance(kind, int) else _SIZES[kind] for kind in kinds)
 
 
@@ -277,12 +278,12 @@ UNTOLD: Final = "the image does not declare the parameter's type"
 def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_undeclared: str = UNTOLD) -> KernelArgs:
     """Pack a list of buffers, device arrays, (buffer, offset) pairs, numpy scalars and bytes.
 
-    Python numbers are accepted too, where the parameter's type is known.
+    Python numbers are accepted, too, if the parameter's type is known.
 
     Args:
         values: The arguments in order.
         types: The types of the kernel's parameters, as far as the image declares them.
-        why_undeclared: Why a type is not known, for messages.
+        why_undeclared: Why a type is unknown, for messages.
 
     Raises InvalidRequest or InvalidHandle, or LaunchFailed for a float where the image declares an integer.
     """
@@ -304,7 +305,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_
 
 
 def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
-    """Pack a number whose type has a size (numpy, ctypes); None for others. Raises InvalidRequest for an array."""
+    """Pack a number whose type has a size (numpy, ctypes), or return None. Raises InvalidRequest for an array."""
     try:
         # numpy and ctypes scalars have the buffer protocol, which gives size and kind.
         view = memoryview(value)
@@ -357,14 +358,14 @@ def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str
 
 
 def type_of(kind: ArgumentKind) -> ParameterType:
-    """An argument's type in PTX's terms; UNTOLD for raw bytes."""
+    """Return an argument's type in PTX's terms; UNTOLD for raw bytes."""
     if isinstance(kind, int):
         return ParameterType.UNTOLD
     return ParameterType.POINTER if kind == "buffer" else ParameterType[kind.upper().replace("I", "S")]
 
 
 def mismatch(kind: ArgumentKind, declared: ParameterType) -> bool:
-    """True if an argument is a float where the kernel expects an integer or a pointer, or the reverse.
+    """Return whether an argument is a float where the kernel expects an integer or a pointer, or the reverse.
 
     Sizes are compared elsewhere. Raw bytes fit any parameter; an integer fits a pointer; signs don't matter.
     """

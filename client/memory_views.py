@@ -1,4 +1,4 @@
-"""Flat views of memory that a program passes to be copied: of bytes, arrays, or any buffer."""
+"""Flat views of memory that a program passes for copying: of bytes, arrays, or any buffer."""
 
 import ctypes
 from typing import Any
@@ -7,7 +7,7 @@ from gpulease.client.errors import InvalidRequest
 
 
 def readable_bytes(data: Any, operation: str) -> memoryview:
-    """A flat view of a buffer's bytes. A buffer that is not contiguous is copied in C order, as numpy's tobytes does.
+    """Return a flat view of a buffer's bytes. Copies a buffer that is not contiguous, in C order like numpy's tobytes.
 
     Args:
         data: Any object with Python's buffer protocol.
@@ -19,12 +19,12 @@ def readable_bytes(data: Any, operation: str) -> memoryview:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{operation}: the data must be a buffer of bytes: {error}") from None
-    # Copy a buffer that is not contiguous. That is allowed, because it will only be read.
+    # Copying a buffer that is not contiguous is allowed, because it will only be read.
     return _flat(view) or memoryview(view.tobytes())
 
 
 def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
-    """A flat view of the first `nbytes` of a buffer that can be written in place.
+    """Return a flat view of the first `nbytes` of a buffer that can be written in place.
 
     Args:
         into: A writable, C-contiguous object with Python's buffer protocol.
@@ -55,7 +55,7 @@ def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
 
 
 def _flat(view: memoryview) -> memoryview | None:
-    """The bytes of a C-contiguous view in place; None if it is not contiguous, or can't be viewed in place."""
+    """Return a C-contiguous view's bytes in place; None if it is not contiguous, or can't be viewed in place."""
     if not view.c_contiguous:
         return None
     try:

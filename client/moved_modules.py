@@ -1,8 +1,8 @@
 """Old names of modules that have moved. They can be imported until the next release, each with a DeprecationWarning.
 
-A module that is imported by its old name is the same object as the one with the new name, so classes and exceptions are
-the same, too. `python -m` accepts old names as well, because during an upgrade a program of the previous version starts
-its helpers by them.
+A module that is imported by its old name is the same object as the module with the new name, so classes and exceptions
+are the same, too. `python -m` accepts old names as well, because during an upgrade a program of the previous version
+starts its helpers by them.
 """
 
 import sys
@@ -32,7 +32,7 @@ _DECODE_ROOMS: Final = {
     "openai": ("decode_metrics",),
     "page": ("decode_page", "demo_traffic", "page_events", "page_history"),
 }
-"""Modules of the decode engine that were in its only folder, by the folder where they are now."""
+"""Modules of the decode engine that were in its only folder, by their present folder."""
 
 MOVED: Final = {
     "gpulease.client.cli.start": "gpulease.entry_points",
@@ -52,7 +52,8 @@ MOVED: Final = {
         for name in names
     },
 }
-"""New names of modules and packages by their old names. A package's row applies to all modules in it without a row."""
+"""New names of modules and packages by their old names. A package's row applies to all of its modules that have no
+row."""
 
 _PREFIXES: Final = ("gpulease.client.cli.start", "gpulease.client.engine", "gpulease.client.serve.")
 
@@ -60,7 +61,7 @@ _PREFIXES: Final = ("gpulease.client.cli.start", "gpulease.client.engine", "gpul
 def new_name(old: str) -> str | None:
     """Return the name that a module has now; None if it has not moved."""
     package, suffix = old, ""
-    # Find the longest old name that has a row, and keep the part after it.
+    # Find the longest old name that has a row, and keep the rest of the name.
     while package:
         if package in MOVED:
             return MOVED[package] + suffix
@@ -84,7 +85,7 @@ class _Moved:
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         warnings.warn(f"{old} has moved: import {self._new}", DeprecationWarning, stacklevel=2)
-        # The import system returns the module that sys.modules then has.
+        # The import system returns the module that is then in sys.modules.
         sys.modules[old] = import_module(self._new)
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -110,6 +111,6 @@ class _Finder:
 
 
 def install() -> None:
-    """Allow importing old names. The finder is the first, because others would load a moved package's modules twice."""
+    """Allow importing old names. The finder comes first, because others would load a moved package's modules twice."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

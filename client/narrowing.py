@@ -33,7 +33,7 @@ def attenuate(
 
     Args:
         token: The token.
-        public_key: Public part of the key that signed it; its Grant has it.
+        public_key: Public part of the key that signed the token, from its Grant.
         permissions: The permissions to keep.
         ttl_secs: The new token's lifetime in seconds from now.
         unix_s: Returns this machine's date, in seconds.
@@ -46,21 +46,21 @@ def attenuate(
     try:
         # The times are facts of the token's first block, which the node signed.
         biscuit = Biscuit.from_bytes(token, _key(public_key))
-        # The policy does not matter, because only the facts are asked for.
+        # The policy does not matter, because only the facts are read.
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms
     except (BiscuitValidationError, TypeError, ValueError):
         raise InvalidRequest("attenuate: the token is not signed with that key") from None
     if ttl_secs is not None:
-        # The token has its time of issue by two clocks: the daemon's, by which it also expires, and the date. The time
-        # since the issue, by this machine's date, gives the daemon's time now.
+        # The token has its time of issue by two clocks: the daemon's clock, by which it expires, and the date. The time
+        # since the issue, by this machine's date, gives the daemon's present time.
         since_ms = int(unix_s() * 1000) - issued_unix_ms
         expires_ms = max(issued_ms, min(expires_ms, issued_ms + since_ms + int(ttl_secs * 1000)))
     try:
         narrowed = bytes(biscuit.append(BlockBuilder(narrowing_source(expires_ms, permissions))).to_bytes())
     except ValueError as error:
         raise InvalidRequest(f"attenuate: {error}") from None
-    # Each block makes a token longer, so after several holders it can be longer than a daemon accepts.
+    # Each block makes a token longer, so after several holders it can become too long for a daemon.
     if len(narrowed) > MAX_TOKEN_BYTES:
         raise InvalidRequest(f"attenuate: the token would have more than {MAX_TOKEN_BYTES} bytes")
     return narrowed

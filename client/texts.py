@@ -6,14 +6,15 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 
 MAX_QUOTED_CHARS: Final = 120
-"""Maximum number of characters of a value that a message quotes. Stops an overlong string from filling the message."""
+"""Maximum number of characters of a value that a message quotes, so that a long string can't fill the message."""
 
 _LONG_NUMBER: Final = "Exceeds the limit"
-"""The beginning of Python's message for a number of thousands of digits, whose conversion takes quadratic time."""
+"""The beginning of Python's message for a number of thousands of digits, because its conversion takes quadratic
+time."""
 
 
 def quoted(value: Any) -> str:
-    """A value in Python's notation, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
+    """Return a value in Python's notation, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
     if isinstance(value, str | bytes | bytearray) and len(value) > MAX_QUOTED_CHARS:
         return f"{value[:MAX_QUOTED_CHARS]!r}..."
     try:
@@ -55,7 +56,7 @@ def utf8(text: Any, subject: str) -> bytes:
 
 
 def bounded(text: Any, subject: str, most_bytes: int) -> str:
-    """Return a string that has 1 to `most_bytes` bytes of UTF-8 and no NUL; raises InvalidRequest for any other."""
+    """Return a string if it has 1 to `most_bytes` bytes of UTF-8 and no NUL. Raises InvalidRequest otherwise."""
     # Count bytes: a character takes up to four.
     size_bytes = len(utf8(text, subject))
     if not 0 < size_bytes <= most_bytes:
@@ -67,5 +68,5 @@ def bounded(text: Any, subject: str, most_bytes: int) -> str:
 
 
 def kernel_name(name: Any, operation: str) -> str:
-    """Return a kernel's name if the wire can carry it; raises InvalidRequest otherwise."""
+    """Return a kernel's name if the protocol can carry it. Raises InvalidRequest otherwise."""
     return bounded(name, f"{operation}: a kernel's name", MAX_KERNEL_NAME_BYTES)

@@ -1,1 +1,1 @@
-"""Examples to copy from. Each runs against the daemon that GPULEASE_ADDRESS names."""
+"""Examples to copy from. Each uses the daemon that GPULEASE_ADDRESS names."""

@@ -17,7 +17,7 @@ extern "C" __global__ void add_one(float *x, int n) {
 
 
 def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
-    """Return the remaining caller's value, and how many bursts the other completed before it hung up."""
+    """Return the remaining caller's value, and how many bursts the other caller completed before it hung up."""
     n, done = 1024, 0
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         module = session.compile(SOURCE)
@@ -34,7 +34,7 @@ def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
                     session.sync()
                     done += region is leaves
                 except RegionFailed as error:
-                    # This caller has hung up. Drop it, and continue to serve the other one.
+                    # This caller has hung up. Drop it, and continue to serve the other caller.
                     callers = [caller for caller in callers if caller[0].lease_id != error.lease_id]
             if burst == 1:
                 leaves.revoke("the caller hung up")

@@ -5,8 +5,8 @@ import numpy as np
 from gpulease.client import GpuBuilder, GpuSession
 
 MARGIN = 1.1
-"""How much larger the lease is than the most memory that the job held. The rest is for larger batches, and for another
-card's code."""
+"""How much larger the lease is than the most memory that the job held. The margin is for larger batches, and for
+another card's code."""
 
 
 def job(session: GpuSession) -> float:
@@ -19,7 +19,7 @@ def job(session: GpuSession) -> float:
 
 
 def run() -> tuple[int, int, float]:
-    """Return the sizes of the generous lease and of the right one in bytes, and the job's result in the latter."""
+    """Return the bytes of the generous lease and of the right one, and the job's result in the right one."""
     # Step 1: acquire a generous lease, only to measure. `used` tells the most memory that the job has held.
     with GpuBuilder().min_vram("256MiB").acquire() as lease:
         with GpuSession(lease) as session:

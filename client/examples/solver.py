@@ -52,7 +52,7 @@ def run(n: int = 128, most_steps: int = 200, look_every: int = 10) -> float:
             session.launch(module, "product", [n], [32], [a, p, ap, numbers, n])
             session.launch(module, "advance", blocks, [128], [x, r, p, ap, numbers, n])
             session.launch(module, "turn", [1], [256], [r, p, numbers, n])
-        # Read the residual only now and then, because that waits for the card.
+        # Read the residual only now and then, because reading waits for the card.
         for _ in range(0, most_steps, look_every):
             for _ in range(look_every):
                 step.launch()

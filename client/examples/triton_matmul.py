@@ -1,4 +1,4 @@
-"""Multiply matrices of halves by tensor cores in Triton: `python -m gpulease.client.examples.triton_matmul`."""
+"""Multiply matrices of halves on tensor cores, in Triton: `python -m gpulease.client.examples.triton_matmul`."""
 
 import numpy as np
 import triton

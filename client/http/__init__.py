@@ -1,1 +1,1 @@
-"""Code that all HTTP servers of the client share: the server, paths of Unix sockets, settings files, error replies."""
+"""Code that the client's HTTP servers share: the server, paths of Unix sockets, settings files, error replies."""

@@ -5,7 +5,8 @@
     GET  /healthz                   200 while the server takes requests
     GET  /metrics                   Prometheus' text format
 
-Clients are not authenticated: any client that can connect may use it. Put a proxy that authenticates in front of it.
+Clients are not authenticated: any client that can connect may use the server. Put a proxy that authenticates in front
+of it.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ BINARY: Final = "application/octet-stream"
 JSON: Final = "application/json"
 
 BODY_LIMIT_S: Final = 10.0
-"""Longest time, in seconds, for a body to arrive. Stops a caller from holding a connection by sending a byte at a time.
+"""Longest time, in seconds, for a body to arrive, so that a caller can't hold a connection by sending a byte at a time.
 """
 
 
@@ -77,7 +78,7 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
     Args:
         request: The request.
         max_bytes: The largest body that is read.
-        limit_s: Seconds in which the body must arrive.
+        limit_s: Seconds within which the body must arrive.
         slow_subject: The subject of the sentence that reports a slow body.
 
     Raises:
@@ -85,7 +86,7 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
         ClientDisconnect: The client closed the connection.
     """
     too_large = RequestRefused(Problem(413, "too_large", f"A body of this kind must have at most {max_bytes} bytes."))
-    # Refuse by the declared length first, before any of the body is read. A chunked body declares none.
+    # First refuse by the declared length, before reading any of the body. A chunked body declares none.
     declared = request.headers.get("Content-Length", "0")
     if not declared.isdecimal() or int(declared) > max_bytes:
         raise too_large

@@ -10,7 +10,7 @@ NO_DAEMON: Final = "the GPU's daemon does not answer"
 def text_for_callers(error: GpuLeaseError) -> str:
     """Return an error's text for a caller, who must not learn about the host.
 
-    Hints and addresses are left out. They are for the operator, and are in the server's log.
+    Hints and addresses are for the operator, so they are left out. The server's log has them.
     """
     # The text of Disconnected names the daemon's address.
     return NO_DAEMON if isinstance(error, Disconnected) else error.message

@@ -1,4 +1,4 @@
-"""TOML files of servers' settings, read at the start, and the tables `[models.NAME]` of gateways and model servers."""
+"""TOML files with servers' settings, read at the start, and their tables `[models.NAME]`, one for each model."""
 
 import errno
 import os

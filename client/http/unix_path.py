@@ -2,7 +2,7 @@
 
 Cleaning up a folder may remove the socket file of a running server. So a server tries to connect to a path before it
 takes the path, never removes another server's socket, and recreates its own. No lock is needed: of two servers that
-start at the same moment, one finds that the other has the path, and logs that.
+start at the same moment, one notices and logs that the other has the path.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 BACKLOG: Final = 128
 
 CHECK_INTERVAL_S: Final = 5.0
-"""Seconds between two checks of a socket's file. After its removal, clients may be unable to connect for that long."""
+"""Seconds between two checks of a socket's file. After the file's removal, clients may be unable to connect for that
+long."""
 
 _MODE: Final = 0o660
 _log: Final = logging.getLogger("gpulease.socket")
@@ -54,9 +55,9 @@ def remove_abandoned(path: str) -> None:
 
 
 def remove_path(path: str) -> None:
-    """Remove a server's own socket file when the server ends, but not one that another server has made since."""
+    """Remove a server's own socket file when the server ends, but not a file that another server has made since."""
     with suppress(OSError):
-        # Another server may have taken the path after this one's file was removed.
+        # Another server may have taken the path after this server's file was removed.
         if _listener_at(path) in (None, os.getpid()):
             os.unlink(path)
 
@@ -98,7 +99,8 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
 def _listener_at(path: str) -> int | None:
     """Return the pid of the process that listens at a path; 0 if unknown; None if there is none. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as probe:
-        # A blocking connect would wait while the backlog is full. This one fails with EAGAIN, so a process listens.
+        # While the backlog is full, a blocking connect would wait. This one fails with EAGAIN, which shows that a
+        # process listens.
         probe.setblocking(False)
         try:
             probe.connect(path)
@@ -108,7 +110,7 @@ def _listener_at(path: str) -> int | None:
             if error.errno in NOBODY_LISTENS:
                 return None
             raise
-        # The kernel reports who has called listen(2) (unix(7), SO_PEERCRED).
+        # The kernel reports the process that called listen(2) (unix(7), SO_PEERCRED).
         return parse_ucred(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
 
 

@@ -42,7 +42,7 @@ FULL: Final = Problem(
 )
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Maximum number of bytes of a request's line and headers. Stops a peer that never ends them from filling memory."""
+"""Maximum number of bytes of a request's line and headers, so that a peer that never ends them can't fill memory."""
 
 KEEP_ALIVE_S: Final = 5
 """Seconds that an idle connection stays open after a reply."""
@@ -53,9 +53,9 @@ this limit, a peer could hold all MAX_CONNECTIONS by sending nothing, or a byte 
 only after the first reply."""
 
 LINGER_S: Final = 5.0
-"""Longest time, in seconds, for which the rest of a request is read and dropped after it was refused. If a socket is
-closed while data of its peer is unread, the kernel resets the connection, and most clients then do not get the reply:
-they send their whole body before they read."""
+"""Longest time, in seconds, for which the rest of a refused request is read and dropped. If a socket is closed while
+data of its peer is unread, the kernel resets the connection, and most clients then miss the reply, because they send
+their whole body before they read."""
 
 
 @contextmanager
@@ -120,12 +120,12 @@ def _url(sock: socket.socket, address: UnixAddress | TcpAddress) -> str:
 
 
 class _LingeringTransport:
-    """A connection's transport that, when it is closed, first drops what the peer still sends, for up to LINGER_S.
+    """A connection's transport that, when it is closed, first drops what the peer still sends, for at most LINGER_S.
 
-    All other attributes are those of the transport.
+    It has all other attributes of the transport.
 
     Attributes:
-        is_lingering: Whether it was closed and still reads.
+        is_lingering: Whether it was closed but still reads.
     """
 
     def __init__(self, transport: asyncio.Transport, may_linger: Callable[[], bool]) -> None:
@@ -156,9 +156,9 @@ class _LingeringTransport:
 
 
 class TimelyProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, but a connection is closed if its next request's head takes longer than HEAD_LIMIT_S.
+    """uvicorn's HTTP/1.1, but it closes a connection whose next request's head takes longer than HEAD_LIMIT_S.
 
-    Bytes that are not HTTP also end the connection, whether after a reply, during one, or in a request's body. If the
+    Bytes that are not HTTP end the connection, too, whether after a reply, during one, or in a request's body. If the
     peer may still be sending a request when the connection is closed, the rest is dropped, so that the reply arrives.
 
     Attributes:
@@ -184,7 +184,7 @@ class TimelyProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request's head, which may have arrived already."""
-        # Remember the request that this reply belongs to, before uvicorn may begin the next one.
+        # Remember the request to which this reply belongs, before uvicorn may begin the next one.
         answered = self.cycle
         super().on_response_complete()
         self._await_head_after(answered)
@@ -197,7 +197,7 @@ class TimelyProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP. A reply in progress is cut off, and its application can no longer send."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # Notify the application of the reply that is cut off that its peer is gone.
+            # Tell the application whose reply is cut off that its peer is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         # h11 raises if a second reply is sent, which uvicorn would log with a traceback.
@@ -217,7 +217,7 @@ class TimelyProtocol(H11Protocol):
         self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._close_if_no_head, answered)
 
     def _close_if_no_head(self, answered: RequestResponseCycle | None) -> None:
-        # If `cycle` is still the answered request's, or none, the next head has not arrived.
+        # If `cycle` still belongs to the answered request, or is None, the next head has not arrived.
         if self.cycle is answered:
             self.transport.close()
 
@@ -257,7 +257,7 @@ class GuardedApp:
     The checks refuse requests of other sites' pages in a browser on this host (CSRF, DNS rebinding).
 
     Args:
-        app: The application that answers requests which pass.
+        app: The application that answers requests that pass.
         hosts: The host names that the server answers to.
         is_full: Returns whether the server has too many connections.
         refuse: Makes the reply to a request that does not pass.
@@ -319,12 +319,12 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str], origins: Iterabl
 
 
 def serve(app: Any, sock: socket.socket, *, hosts: KnownHosts, stop_s: float) -> None:
-    """Serve until SIGINT or SIGTERM. Then accept no more requests, finish the others for up to `stop_s` seconds."""
+    """Serve until SIGINT or SIGTERM. Then accept no more requests, and give the others `stop_s` seconds to finish."""
     asyncio.run(serve_within(app, sock, hosts=hosts, stop_s=stop_s))
 
 
 def log_to_stderr() -> None:
-    """Write this process's log lines to stderr. `serve_within` does this too; call it before to see earlier lines."""
+    """Write this process's log lines to stderr. `serve_within` does this, too; call this first for earlier lines."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
 
 

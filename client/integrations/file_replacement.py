@@ -1,4 +1,4 @@
-"""Replaces files that programs of several users read, each atomically."""
+"""Atomically replaces files that programs of several users read."""
 
 import os
 from pathlib import Path

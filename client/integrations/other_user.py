@@ -1,7 +1,7 @@
 """A process that acts as another user: an integration runs as root, but a lease belongs to the user of its job or pod.
 
 The daemon identifies tenants by the peer credentials of their connections, so the request must come from a process of
-the user. That process returns a refusal to the integration as JSON, and the integration raises it.
+that user. The process returns a refusal to the integration as JSON, and the integration raises it.
 """
 
 import os

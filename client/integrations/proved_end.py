@@ -23,7 +23,7 @@ class NotProvedFree(GpuLeaseError):
 
 
 def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
-    """Return a lease's report; for a lease that the daemon does not remember, only its state and cause."""
+    """Return a lease's report, or only its state and cause if the daemon does not remember the lease."""
     try:
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report)
     except NotFound:
@@ -35,7 +35,7 @@ def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
 
 
 def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: Callable[[str], None]) -> None:
-    """Free a lease if it has not ended, and return when every byte is proved free.
+    """Free a lease, if it has not ended, and wait until every byte is proved free.
 
     Args:
         lease_id: The lease.

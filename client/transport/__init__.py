@@ -1,1 +1,1 @@
-"""How a client's bytes reach the daemon and the workers: sockets, rings in shared memory, TLS."""
+"""The ways in which a client's bytes reach the daemon and the workers: sockets, rings in shared memory, TLS."""

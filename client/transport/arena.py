@@ -1,6 +1,7 @@
-"""The client's side of a session's arena: numpy arrays in memory that the worker maps as well.
+"""The client's side of a session's arena: numpy arrays in memory that the worker maps, too.
 
-Dropping an array's last view frees its memory. The arena itself exists as long as the session or an array in it.
+Dropping an array's last view frees the array's memory. The arena itself exists as long as the session or any array in
+it.
 """
 
 import ctypes
@@ -35,11 +36,11 @@ class Arena:
         self._lock = threading.Lock()
         self._starts = [0]
         self._sizes = [size_bytes]
-        # Any thread may drop an array and so append here at any moment. A deque's append is atomic.
+        # Any thread may append here at any moment, by dropping an array. A deque's append is atomic.
         self._dropped: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a writable buffer of `nbytes`, which is at least 1; None if it does not fit."""
+        """Return a writable buffer of `nbytes`, at least 1; None if it does not fit."""
         with self._lock:
             return self._allocate(nbytes)
 
@@ -48,7 +49,7 @@ class Arena:
         self._take_back()
         # Round up to the alignment, so that every free piece starts aligned.
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        # First fit suffices, because pieces are few and freed ones merge with their neighbours.
+        # First fit suffices, because there are few pieces, and freed pieces merge with their neighbours.
         for at, free in enumerate(self._sizes):
             if free >= size:
                 start = self._starts[at]
@@ -63,7 +64,7 @@ class Arena:
         return None
 
     def offset_of(self, view: memoryview) -> int | None:
-        """Return the offset in the arena of a contiguous view's bytes; None if they lie elsewhere or are read-only.
+        """Return the offset of a contiguous view's bytes in the arena; None if they are elsewhere or read-only.
 
         Raises TypeError or ValueError if the bytes are not contiguous.
         """
@@ -74,7 +75,7 @@ class Arena:
         return offset if 0 <= offset <= self._size - view.nbytes else None
 
     def offset_of_address(self, address: int) -> int:
-        """Offset in the arena of an address inside it."""
+        """Return the offset in the arena of an address inside it."""
         return address - self._address
 
     def _take_back(self) -> None:
@@ -84,7 +85,7 @@ class Arena:
             at = bisect_left(self._starts, start)
             self._starts.insert(at, start)
             self._sizes.insert(at, size)
-            # Merge the piece with the free one after it, then with the one before it.
+            # Merge the piece with the free piece after it, then with the free piece before it.
             for neighbour in (at, at - 1):
                 if (
                     0 <= neighbour < len(self._starts) - 1

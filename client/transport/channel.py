@@ -1,4 +1,4 @@
-"""A channel: a nonblocking socket, and the link that parses its bytes. Nothing here waits."""
+"""A channel: a nonblocking socket, and the link that parses its bytes. No function here waits."""
 
 import array
 import contextlib
@@ -37,8 +37,8 @@ _INTERRUPTED: Final = Failure(
 
 
 def keep_rest(parts: deque[memoryview], all_parts: tuple[memoryview, ...], sent: int) -> None:
-    """Set `parts` to `all_parts` without its first `sent` bytes. Calling it twice is harmless."""
-    # Drop the parts that were sent completely, and cut the one that was sent in part.
+    """Set `parts` to `all_parts` without the first `sent` bytes. Calling this twice is harmless."""
+    # Drop the parts that were sent completely, and cut the part that was sent partly.
     unsent = []
     for part in all_parts:
         if sent < len(part):
@@ -54,18 +54,18 @@ def _drop_sent(parts: deque[memoryview], all_parts: tuple[memoryview, ...], coun
 
 
 class FrameWriter(Protocol):
-    """Queues whole frames that no caller waits for. `protocol.ring.RingWriter` is one.
+    """Queues whole frames for which no caller waits. `protocol.ring.RingWriter` is one.
 
-    Both methods raise OSError if the peer is gone, FramingError if it breaks the ring's rules.
+    Both methods raise OSError if the peer is gone, and FramingError if it breaks the ring's rules.
 
     Attributes:
-        tail: Number of bytes queued so far: after an interrupt it shows whether a frame was queued.
+        tail: Number of bytes that have been queued: after an interrupt, it shows whether a frame was queued.
     """
 
     tail: int
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Queue a frame, given in two parts; False if it has to be sent by `Channel.push`."""
+        """Queue a frame, given in two parts. Returns False if it must be sent by `Channel.push`."""
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
         """Queue a frame of five packed fields, as `put_whole` does."""
@@ -98,14 +98,14 @@ class Channel:
         address: The daemon's address, for messages.
         waiter: The driver's object for waiting on the socket.
         waits_for_room: True if poll(2) on the socket reports room to send.
-        has_unsent: True while queued frames wait here for room; `push` sends them.
-        takes_descriptors: Whether to accept descriptors that come with the bytes; if not, the kernel drops them.
+        has_unsent: True while queued frames wait here for room. `push` sends them.
+        takes_descriptors: Whether to accept descriptors that come with the bytes. If not, the kernel drops them.
         descriptors: The descriptors that were received, until somebody claims them.
-        unfinished: Completes a step of an operation that may have been interrupted; None if there is none. The next
-            user of the channel calls it (`finish`). Calling it twice is harmless.
-        sending: The rest of the buffers that an operation is sending, and their whole size; None if no operation sends.
-        is_polled: Whether the synchronous API polls the socket for a reply before it sleeps. Only for requests that a
-            local daemon answers in about a millisecond.
+        unfinished: Completes a step that may have been interrupted; None if there is none. The channel's next user
+            calls it (`finish`). Calling it twice is harmless.
+        sending: The rest of the buffers that an operation is sending, and their total size; None if no operation sends.
+        is_polled: Whether the synchronous API polls the socket for a reply before it sleeps. Used only for requests
+            that a local daemon answers in about a millisecond.
     """
 
     waits_for_room = True
@@ -126,11 +126,11 @@ class Channel:
         register(self)
 
     def finish(self) -> None:
-        """Complete what an interrupted operation has left unfinished. Every operation begins with this."""
+        """Complete whatever an interrupted operation left unfinished. Every operation begins with this."""
         self.finish_step()
         if self.sending is not None:
             unsent, whole_bytes = self.sending
-            # A part of a frame was sent, so the peer would take anything sent after it for the rest of the frame.
+            # Part of a frame was sent, so the peer would take anything sent next for the rest of the frame.
             if 0 < sum(map(len, unsent)) < whole_bytes:
                 self.link.break_off(_INTERRUPTED, is_explained=True)
             self.sending = None
@@ -167,19 +167,19 @@ class Channel:
         Args:
             request: The request's frame.
             reply: The expected bytes of the reply, in parts.
-            into: Target of the data after them.
-            more_ns: How much longer than usual to spin, in nanoseconds: the time that the operation itself takes.
+            into: The target of the data that follows.
+            more_ns: How many nanoseconds longer than usual to spin: the time that the operation itself takes.
         """
         return AskOutcome.NOT_SENT
 
     def await_work(self, number: int) -> bool:
-        """Wait, without a frame, until the work of all sent requests has ended. Only for a session that has SYNC_WORD.
+        """Wait, without a frame, until the work of all sent requests has ended. Only for a session with SYNC_WORD.
 
         Args:
             number: A request id for this wait.
 
         Returns:
-            Whether the worker's word reports that all succeeded. If not, a SYNC must find out the result.
+            Whether the worker's word reports that all succeeded. If not, a SYNC must determine the result.
         """
         return False
 
@@ -190,20 +190,20 @@ class Channel:
         """Send queued frames before the channel is closed, waiting for a bounded time."""
 
     def announce(self) -> None:
-        """Wake the worker, where that is worthwhile, because the daemon is about to send it an order."""
+        """Wake the worker, if that is worthwhile, because the daemon is about to send it an order."""
 
     def spin(self) -> bool:
-        """Poll for bytes without sleeping, for a bounded time, where that is worthwhile. Returns False if none came."""
+        """Poll for bytes without sleeping, for a bounded time, if that is worthwhile. Returns False if none came."""
         return False
 
     def doze(self, *, for_room: bool) -> bool:
-        """Prepare to sleep on the socket. Returns False if there is something to do already."""
+        """Prepare to sleep on the socket. Returns False if there is already something to do."""
         return True
 
     # --- receiving and sending ---
 
     def pump(self) -> bool:
-        """Receive what has arrived; False if nothing has."""
+        """Receive what has arrived. Returns False if nothing has."""
         link, counts = self.link, self._counts
         self.finish_step()
         # Prepare for an interrupt after bytes were received and before they were counted.
@@ -226,7 +226,7 @@ class Channel:
         return True
 
     def _count(self) -> None:
-        """Give the link the bytes that were received, unless it has them. Calling it twice is harmless."""
+        """Give the link the received bytes, unless it has them. Calling this twice is harmless."""
         counts = self._counts
         if counts and counts[0] > 0:
             self._pass_on(counts[0])
@@ -264,8 +264,8 @@ class Channel:
         self.descriptors.clear()
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send as much of `parts` as the socket accepts, and drop that. Returns True if any bytes were sent."""
-        # Prepare the call before `unfinished` is set, so that only the call itself comes after that.
+        """Send as much of `parts` as the socket accepts, and drop the sent bytes. Returns True if there were any."""
+        # Prepare the call before setting `unfinished`, so that only the call itself follows.
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
         # If an interrupt comes after bytes were sent and before they are dropped from `parts`, they must not be sent
@@ -285,14 +285,14 @@ class Channel:
 
     def drain(self, error: OSError) -> None:
         """Read the last bytes of a peer that is gone, which may contain the reason."""
-        # Sending failed, but a goodbye with the reason may wait in the receive buffer.
+        # Sending failed, but the receive buffer may contain a goodbye with the reason.
         while self.link.end is None and self.pump():
             pass
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
     @property
     def can_detach(self) -> bool:
-        """True if `detach` may be called: a plain connection, nothing due on it, and no interrupted operation."""
+        """True if `detach` may be called: the connection is plain and at rest, and no operation was interrupted."""
         link = self.link
         return (
             type(self) is Channel
@@ -303,9 +303,9 @@ class Channel:
         )
 
     def detach(self) -> "Channel":
-        """Close this channel, and return a new one that continues its connection."""
+        """Close this channel, and return a new channel that continues its connection."""
         sock, link = self.sock, self.link
-        # An operation of another thread now finds this channel ended.
+        # From now on, an operation of another thread finds that this channel has ended.
         self.link, self.sock = _ended_link()
         return Channel(sock, self.address, link)
 
@@ -318,7 +318,7 @@ class Channel:
         self.sock.close()
 
     def close(self) -> None:
-        """Close the socket. Calling it twice is harmless."""
+        """Close the socket. Calling this twice is harmless."""
         # Use this order, so that a waiting thread finds the end before its socket is closed.
         self.link.break_off(Failure(Status.DISCONNECTED, "this program closed the connection"))
         self.drop_descriptors()
@@ -335,7 +335,7 @@ def _ended_link() -> tuple[Link, socket.socket]:
 
 
 def resolve(address: Address) -> list[tuple[int, Any]]:
-    """Return (family, address for connect) of each address that a name resolves to. Raises OSError if there is none."""
+    """Return (family, address for connect) of each address that a name resolves to. Raises OSError without any."""
     if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
     infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -343,13 +343,13 @@ def resolve(address: Address) -> list[tuple[int, Any]]:
 
 
 def start_connecting(family: int, sockaddr: Any, address: Address) -> tuple[Channel, int]:
-    """Return (channel, errno of connect): the errno is 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
+    """Return (channel, errno of connect). The errno is 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
     # Disable Nagle's algorithm, which would delay each small frame by a round trip.
     if family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A nonblocking connect returns at once; the errno says whether it succeeded, failed, or continues.
+    # A nonblocking connect returns at once. The errno tells whether it succeeded, failed, or continues.
     try:
         code = sock.connect_ex(sockaddr)
     except OSError as error:
@@ -358,5 +358,5 @@ def start_connecting(family: int, sockaddr: Any, address: Address) -> tuple[Chan
 
 
 def connect_error(channel: Channel) -> int:
-    """The errno of a connect that was in progress; 0 if it succeeded."""
+    """Return the errno of a connect that was in progress; 0 if it succeeded."""
     return channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,16 +1,16 @@
 """A session's socket without a ring: small frames gather in an outbox and are sent together.
 
-A system call costs more than the rest of a launch. So the first frame that no caller waits for is sent at once, and the
-outbox gathers those that follow closely. The outbox is sent when it holds some kilobytes, together with any frame that
-awaits a reply, or by the flusher.
+A system call costs more than the rest of a launch. So the first frame for which no caller waits is sent at once, and
+the outbox gathers the frames that follow closely. The outbox is sent when it holds some kilobytes, together with any
+frame that awaits a reply, or by the flusher.
 
 The flusher is one thread for all sessions of the process. While there is anything to send, it runs every quarter of a
-millisecond; otherwise it sleeps, and exits after a long sleep. So a launch is sent within half a millisecond, whatever
-its caller does next. Only a caller that computes in pure Python delays the flusher, by up to Python's switch interval
-of 5 ms.
+millisecond. Otherwise it sleeps, and after a long sleep it exits. So a launch is sent within half a millisecond,
+whatever its caller does next. Only a caller that computes in pure Python delays the flusher, by up to Python's switch
+interval of 5 ms.
 
 An interrupt at any moment, for example by Ctrl-C, neither loses a frame nor sends one twice: a frame is in the outbox
-completely or not at all, and the call that sends also records how much the kernel accepted (`_Outbox`).
+completely or not at all, and the call that sends records how much the kernel accepted (`_Outbox`).
 """
 
 import contextlib
@@ -29,11 +29,12 @@ from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.ring import NO_DATA
 
 FLUSH_BYTES: Final = 8 << 10
-"""Size at which the outbox is sent. Between 4 and 16 KiB, a launch costs client and worker together the least."""
+"""Size at which the outbox is sent. Between 4 and 16 KiB, a launch costs the client and the worker together the
+least."""
 
 MAX_OUTBOX_BYTES: Final = 64 << 10
-"""Maximum number of bytes that the outbox holds for a peer that does not read. Beyond this the caller waits, as for a
-full socket."""
+"""Maximum number of bytes that the outbox holds for a peer that does not read. Beyond this limit the caller waits, as
+for a full socket."""
 
 FLUSH_PAUSE_S: Final = 250e-6
 """Pause between two rounds of the flusher."""
@@ -43,20 +44,20 @@ EMPTY_ROUNDS: Final = 8
 call."""
 
 IDLE_LIMIT_S: Final = 0.5
-"""Longest sleep of the flusher before it exits. Stops a session that is never closed from keeping a thread."""
+"""Longest sleep of the flusher before it exits, so that a session that is never closed does not keep a thread."""
 
 BLOCKED_PAUSE_S: Final = 2e-3
 """Pause of the flusher while every socket with something to send has no room."""
 
 CLOSE_LIMIT_S: Final = 0.2
-"""How long `close` waits for the socket to accept the rest. Stops a peer that never reads from delaying a program's
+"""How long `close` waits for the socket to accept the rest, so that a peer that never reads can't delay a program's
 exit."""
 
 
 class _Outbox:
     """Bytes to send, and how many of them were sent.
 
-    The call that sends also fills `counts`, in C, so that no interrupt can come in between. A single assignment
+    The call that sends fills `counts`, too, in C, so that no interrupt can come in between. A single assignment
     replaces `counts` together with the bytes that it counts.
     """
 
@@ -79,7 +80,7 @@ class CoalescingSocket(Channel):
         self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
-        # How many bytes `ask` received without using them, and how many the link had received before.
+        # How many bytes `ask` received but did not use, and how many the link had received before.
         self._unused_counts: list[int] = []
         self._received = 0
         self.tail = 0
@@ -100,13 +101,13 @@ class CoalescingSocket(Channel):
         if size >= FLUSH_BYTES:
             return False
         with self._lock:
-            # Send the first frame after a pause at once, because no other may follow.
+            # Send the first frame after a pause at once, because perhaps no other follows.
             if self._is_first:
                 self._is_first = False
                 if not self._outbox.data:
                     self._put_first(frame)
                     return True
-            # _settled() drops sent bytes, also those of a call that was interrupted after sending.
+            # _settled() drops sent bytes, even those of a call that was interrupted after sending.
             before = len(self._settled())
             if before > MAX_OUTBOX_BYTES:
                 return False
@@ -114,7 +115,7 @@ class CoalescingSocket(Channel):
             # The flusher must know about the channel before the outbox holds anything.
             if not (before or is_due):
                 _flusher.notice(self)
-            # No interrupt can come between these two statements (`transport.link`): `tail` counts a frame exactly if
+            # No interrupt can come between these two statements (`transport.link`), so `tail` counts a frame exactly if
             # the outbox has it.
             self.tail += size
             self._outbox.data.extend(frame)
@@ -128,7 +129,7 @@ class CoalescingSocket(Channel):
         return True
 
     def _put_first(self, frame: bytes | memoryview) -> None:
-        """Queue and send one frame. Often the caller waits for this launch next."""
+        """Queue and send one frame. Often the caller then waits for this launch."""
         # `tail` and the outbox change together, as in `put_whole`; the send itself stores how much was sent.
         outbox, size = self._outbox, len(frame)
         try:
@@ -141,7 +142,7 @@ class CoalescingSocket(Channel):
         except OSError:
             pass  # no room, or the peer is gone: the next operation that waits for a reply reports it
         finally:
-            # If a part of the outbox is left, the flusher sends it.
+            # If part of the outbox is left, the flusher sends it.
             if self._outbox is outbox:
                 _flusher.notice(self)
 
@@ -153,7 +154,7 @@ class CoalescingSocket(Channel):
         """Poll for bytes for a bounded time. Each poll is a system call."""
         clock, policy = time.monotonic_ns, self._spin_policy
         deadline_ns = clock() + policy.spin_ns
-        # Receive until bytes come or the time is over. A YIELD session lets others use its core between two polls.
+        # Receive until bytes come or the time is up. A YIELD session lets other threads use its core between two polls.
         while clock() < deadline_ns:
             if self.pump():
                 return True
@@ -169,7 +170,7 @@ class CoalescingSocket(Channel):
         more_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
-        # Without spinning, the reply would always come too late for this, so the general path is cheaper.
+        # Without spinning, the reply would always come too late here, so the general path is cheaper.
         if not self._spin_policy.spin_ns:
             return AskOutcome.NOT_SENT
         with self._lock:
@@ -177,7 +178,7 @@ class CoalescingSocket(Channel):
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
                 return AskOutcome.NOT_SENT
-            # The request goes together with the frames before it, in one system call and in order.
+            # The request and the frames before it go out in order, in one system call.
             self._outbox.data.extend(request)
             try:
                 if not self._flush():
@@ -192,15 +193,15 @@ class CoalescingSocket(Channel):
         room, size, total = self.link.get_buffer(), len(expected), len(expected) + len(into)
         self._poll_into(room, more_ns)
         if self._unused_counts == [total] and room[:size] == expected:
-            # No call between these statements: after an interrupt either `into` is filled, or `feed` gives the bytes to
-            # the link.
+            # Make no call between these statements: after an interrupt, either `into` is filled or `feed` gives the
+            # bytes to the link.
             into[:] = room[size:total]
             self._unused_counts = []
             return AskOutcome.ANSWERED
         return AskOutcome.UNANSWERED
 
     def _poll_into(self, room: memoryview, more_ns: int) -> None:
-        """Receive for a bounded time. The call that receives also stores the number of bytes in `_unused_counts`."""
+        """Receive for a bounded time. The call that receives stores the number of bytes in `_unused_counts`."""
         clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unused_counts
         receive, deadline_ns = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < deadline_ns:
@@ -229,13 +230,13 @@ class CoalescingSocket(Channel):
     def push(self, parts: deque[memoryview]) -> bool:
         """Send the outbox, then `parts`. Small parts are joined to the outbox, so that no interrupt can split them."""
         with self._lock:
-            # The caller waits for this frame, or it is large: the next quiet frame is the first of another burst.
+            # The caller waits for this frame, or it is large, so the next quiet frame is the first of another burst.
             self._is_first = True
             if not self._outbox.data:
                 return super().push(parts) if parts else True
             try:
                 before = len(self._settled())
-                # Small parts join the outbox: it is sent whole, so an interrupt can't leave half a frame on the wire.
+                # Add small parts to the outbox. It is sent whole, so an interrupt can't leave half a frame on the wire.
                 if sum(map(len, parts)) < FLUSH_BYTES and before <= MAX_OUTBOX_BYTES:
                     return self._push_small(parts, before)
                 if not self._flush():
@@ -275,7 +276,7 @@ class CoalescingSocket(Channel):
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
         with contextlib.suppress(OSError, ValueError):
             while not self._flush_locked() and (left_s := deadline_s - time.monotonic()) > 0:
-                # Poll for room: a peer that reads slowly gets the time that is left.
+                # Poll for room, to give a peer that reads slowly the time that is left.
                 room = select.poll()
                 room.register(self.sock, select.POLLOUT)
                 room.poll(left_s * 1000)
@@ -288,7 +289,7 @@ class CoalescingSocket(Channel):
         if not self._lock.acquire(blocking=False):
             return False  # a thread of the session is sending
         try:
-            # If everything is sent, the burst is over: the next frame counts as the first again.
+            # If everything is sent, the burst is over, and the next frame counts as a first frame.
             before = len(self._settled())
             if self._flush():
                 pending.discard(self)
@@ -306,7 +307,7 @@ class CoalescingSocket(Channel):
             self._flush_locked()
 
     def after_fork(self) -> None:
-        """In the child: leave the outbox to the parent, and the lock, which a thread of the parent may have held."""
+        """In the child: leave to the parent the outbox, and the lock, which a thread of the parent may have held."""
         # The parent sends the content of its outbox, so the child must not send it again.
         self._lock = threading.RLock()
         self._outbox = _Outbox(bytearray())
@@ -343,7 +344,7 @@ class CoalescingSocket(Channel):
 
 
 class _Flusher:
-    """The thread that sends the outboxes of all channels that no other thread sends in time."""
+    """The thread that sends the outboxes that no other thread sends in time."""
 
     def __init__(self) -> None:
         self._pending: set[CoalescingSocket] = set()
@@ -356,8 +357,8 @@ class _Flusher:
 
     def notice(self, channel: CoalescingSocket) -> None:
         """Register a channel before its empty outbox is filled. The caller holds the channel's lock."""
-        # List the channel first, then check the flusher's state: a flusher that is about to sleep does one more round
-        # and finds it.
+        # List the channel first, then check the flusher's state: a flusher that is about to sleep does one more round,
+        # and finds the channel.
         self._pending.add(channel)
         if not self._is_awake:
             self.ring()
@@ -366,7 +367,7 @@ class _Flusher:
                     self._begin()
 
     def ring(self) -> None:
-        """Wake the flusher if it sleeps. Calling it twice is harmless."""
+        """Wake the flusher if it sleeps. Calling this twice is harmless."""
         with contextlib.suppress(RuntimeError):  # it was woken already
             self._bell.release()
 
@@ -379,7 +380,7 @@ class _Flusher:
     def _run(self) -> None:
         pause_s, is_idle = 0.0, False
         while self._continues(is_idle):
-            # Sleep until a channel has something to send. A full sleep without that is a reason to exit.
+            # Sleep until a channel has something to send. A full sleep without any is a reason to exit.
             is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
             empty_rounds = 0
@@ -388,13 +389,13 @@ class _Flusher:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1
             self._is_awake = False
-            # Do one more round: a thread that queued a frame just now saw the flusher awake, and did not wake it.
+            # Do one more round: a thread that has just queued a frame saw the flusher awake, and did not wake it.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
     def _continues(self, is_idle: bool) -> bool:
         with self._thread_lock:
-            # If `notice` was interrupted between starting a thread and storing its ident, another thread is the flusher
-            # now.
+            # If `notice` was interrupted between starting a thread and storing its ident, another thread is now the
+            # flusher.
             if self._thread != threading.get_ident():
                 return False
             # If no session is left, or the thread has been idle for long, exit. notice() starts another thread.

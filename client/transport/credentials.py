@@ -17,12 +17,12 @@ VARIABLES: Final = {
 
 
 MAX_PATH_BYTES: Final = 4095
-"""Maximum length of a path in bytes: PATH_MAX of Linux, without the NUL (path_resolution(7))."""
+"""Maximum length of a path in bytes: Linux's PATH_MAX, without the NUL (path_resolution(7))."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files; None for those that the program did not name.
+    """Paths of PEM files; None for files that the program did not name.
 
     Attributes:
         certificate: The tenant's certificate, followed by the certificates between it and its CA.
@@ -74,5 +74,5 @@ class SecuredAddress(TlsAddress):
 
 
 def with_files(address: Address, files: TlsFiles) -> Address:
-    """The address; a tls: address is combined with its files. Raises InvalidRequest if a file is missing."""
+    """Return the address; combines a tls: address with its files. Raises InvalidRequest if a file is missing."""
     return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address

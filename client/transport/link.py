@@ -1,12 +1,13 @@
 """The client's end of one connection, without I/O.
 
-A link has the protocol's state, the expected replies, and the reads that receive straight into the caller's memory.
+A link has the protocol's state, the expected replies, and the reads whose data is received straight into the caller's
+memory.
 
 An operation of the blocking API may be interrupted at almost any point: Python runs a signal handler, which may raise,
-at the start of a function, after a call into C, and at each turn of a loop. So there is none of these between
-statements that belong together, and a step that runs twice after an interrupt changes nothing the second time. A reply
-that brings a new object stays here until its handle is made (`claim`). `forget` releases the objects that an
-interrupted caller left here.
+at the start of a function, after a call into C, and at each turn of a loop. So none of these occurs between statements
+that belong together, and a step that runs twice after an interrupt changes nothing the second time. A reply that brings
+a new object stays here until its handle is made (`claim`). `forget` releases the objects that an interrupted caller
+left here.
 """
 
 import struct
@@ -33,7 +34,7 @@ from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
-"""From this size, a read's reply is received in two pieces, header and data, so that the data is not copied. For a
+"""From this size on, a read's reply is received in two pieces, header and data, so that the data is not copied. For a
 smaller read, the second system call would cost more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
@@ -73,12 +74,12 @@ class Link:
         self.received_goodbye = False
         self.notifications: deque[Notification | RegionNotification] = deque()
         self.received = 0
-        # Requests that await a reply; results that were not taken; and, for replies with a new object, the operation
-        # that frees it.
+        # Requests that await a reply; results that were not taken; and, for each reply with a new object, the operation
+        # that frees the object.
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._creates: dict[int, Opcode] = {}
-        # Targets of reads, in the order of their requests; the read that is being received, and the rest of its target.
+        # Targets of reads, in the order of their requests; the read that is being received; and the rest of its target.
         self._targets: dict[int, memoryview] = {}
         self._target_id = 0
         self._target_rest: memoryview | None = None
@@ -96,7 +97,7 @@ class Link:
         """
         if self.end is not None:
             raise LinkEnded(self.end)
-        # Number the request before it is listed: if it may not be sent now, nothing must be listed.
+        # Number the request before listing it: if it may not be sent now, nothing must be listed.
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
         if creates:
             self._creates[request_id] = op
@@ -108,7 +109,7 @@ class Link:
     ) -> tuple[int, bytes]:
         """Return (request id, frame) of a request that is sent together with HELLO, before HELLO's reply.
 
-        The arguments are those of `request`.
+        The arguments are as for `request`.
         """
         request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
         if creates:
@@ -122,7 +123,7 @@ class Link:
         Args:
             op: Its operation.
             target: The target of a MEM_READ's data.
-            undo: The operation that frees the new object, if the reply brings a handle; None if it brings none.
+            undo: If the reply brings a handle, the operation that frees the new object; otherwise None.
 
         Raises LinkEnded if there can be no reply, because a goodbye may have followed directly after the last reply.
         """
@@ -138,13 +139,13 @@ class Link:
 
     @property
     def is_at_rest(self) -> bool:
-        """True if no reply is awaited and no frame is half received."""
+        """True if no reply is awaited and no frame is received in part."""
         reader = self.connection.reader
         return not (self._awaited or self._results or reader.start != reader.end or self._target_rest)
 
     @property
     def has_leftovers(self) -> bool:
-        """True if a reply to an interrupted caller is here, or is still to come."""
+        """True if a reply to an interrupted caller is here or still to come."""
         return bool(self._awaited or self._creates or self._results)
 
     @property
@@ -164,7 +165,7 @@ class Link:
             self._targets[request_id] = target
 
     def take(self, request_id: int) -> Body | Failure | None:
-        """Take the result of a request, once; None while it has not come. Raises LinkEnded if it never will.
+        """Take the result of a request, once; None until it has come. Raises LinkEnded if it never will.
 
         A result that brings a new object stays here until `claim`.
         """
@@ -183,7 +184,7 @@ class Link:
         self._results[request_id] = failure
 
     def take_region_refusal(self, request_id: int) -> Failure | None:
-        """Take the result of a request if it has come and is a failure because of a region; else leave it."""
+        """Take the result of a request if it has come and is a failure because of a region. Otherwise leave it."""
         result = self._results.get(request_id)
         if type(result) is not Failure or result.region is None:
             return None
@@ -191,7 +192,7 @@ class Link:
         return result
 
     def claim(self, request_id: int) -> None:
-        """Drop the result of a request that makes an object: its handle exists now, or the request failed.
+        """Drop the result of a request that makes an object, because its handle now exists or the request failed.
 
         The caller passes the handle on without a call in between, so that no interrupt can lose it.
         """
@@ -201,7 +202,7 @@ class Link:
             del self._results[request_id]
 
     def forget(self, frees: list[tuple[Opcode, int]]) -> Failure | None:
-        """Drop replies to interrupted callers: those here and those still to come.
+        """Drop replies to interrupted callers, both those here and those still to come.
 
         Args:
             frees: Receives the (operation, handle) pairs that free the objects in such replies.
@@ -215,17 +216,17 @@ class Link:
         # From now on no caller waits: `advance` drops later replies, except failures and replies that bring an object.
         self._awaited.clear()
         self._targets.clear()
-        # A read's data is half received: receive the rest, but not into the caller's memory.
+        # A read's data was received in part. Receive the rest, but not into the caller's memory.
         if self._target_rest is not None:
             self._target_rest = memoryview(bytearray(len(self._target_rest)))
         failure: Failure | None = None
         for request_id in list(results):
             result = results[request_id]
-            # Report only a failure that names an earlier request. The others concern callers that are gone.
+            # Report only a failure that names an earlier request. All others concern callers that are gone.
             if isinstance(result, Failure):
                 failure = result if result.failed_request_id is not None else failure
             elif request_id in creates:
-                # No call from here to the end of the iteration, so that no interrupt can list the object twice.
+                # Make no call from here to the end of the iteration, so that no interrupt can list the object twice.
                 frees += [(creates[request_id], _handle_in(result))]
             del results[request_id]
             if request_id in creates:
@@ -233,28 +234,28 @@ class Link:
         return failure
 
     def drop_unclaimed(self) -> None:
-        """Drop replies without a waiter, on a lease's connection. Replies that made an object stay until `claim`."""
+        """On a lease's connection, drop replies without a waiter. Replies that made an object stay until `claim`."""
         self._awaited.intersection_update(self._creates)
         for request_id in [*self._results]:
             if request_id not in self._creates:
                 del self._results[request_id]
 
     def forget_unsent(self) -> None:
-        """Forget requests without a reply. All requests that were sent have got replies, so these were never sent."""
+        """Forget requests without a reply. All sent requests have received replies, so these were never sent."""
         self._creates.clear()
         self.connection.forget_unsent()
 
     # --- receiving ---
 
     def get_buffer(self) -> memoryview:
-        """The memory to receive the next bytes into."""
+        """Return the memory into which to receive the next bytes."""
         if self._target_rest is not None:
             if self._target_rest:
                 return self._target_rest
             self.advance()  # an interrupt came before it was advanced
         reader = self.connection.reader
         room = reader.get_buffer()
-        # A large read is next: receive no more than its header here, and then its data into its target.
+        # A large read is next: receive only its header here, and then its data into its target.
         if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
             missing = _PREFIX_BYTES - (reader.end - reader.start)
             if missing > 0:
@@ -265,7 +266,7 @@ class Link:
         """Count `count` bytes that were received into the last `get_buffer()`."""
         reader, target_rest = self.connection.reader, self._target_rest
         missing = 0 if target_rest is None else len(target_rest) - count
-        # No call between these statements, so that an interrupt comes before all of them or after all of them.
+        # Make no call between these statements, so that an interrupt comes before or after all of them.
         self.received += count
         if target_rest is None:
             reader.end += count
@@ -275,15 +276,15 @@ class Link:
             self.advance()
 
     def end_of_stream(self, reason: str) -> None:
-        """End the stream with the message `reason`, because the peer sends no more. Complete frames are still taken."""
-        # `advance` parses the remaining frames. If one of them reports an end, that end is kept.
+        """End the stream with the message `reason`, because the peer sends no more. Complete frames still count."""
+        # `advance` parses the remaining frames. If one reports an end, that end is kept.
         self.connection.receive_eof()
         self._target_rest = None
         self.advance()
         self.break_off(Failure(Status.DISCONNECTED, reason))
 
     def strange_bytes(self) -> bytes:
-        """The bytes that were received last, if they can't be a frame's beginning; otherwise b"".
+        """Return the bytes that were received last, if they can't be a frame's beginning; otherwise b"".
 
         A frame's header may still be incomplete.
         """
@@ -292,7 +293,7 @@ class Link:
         return b"" if MAGIC.startswith(begin[: len(MAGIC)]) else begin
 
     def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
-        """End the stream from this side. If it has ended already, that end is kept."""
+        """End the stream from this side. If it has already ended, that end is kept."""
         if self.end is None:
             self.end, self.is_end_explained = failure, is_explained
 
@@ -310,7 +311,7 @@ class Link:
                 case None:
                     return
                 case Reply(request_id=request_id, result=result):
-                    # Store it at once: the connection yields each reply only once.
+                    # Store the result at once: the connection yields each reply only once.
                     if request_id in self._awaited or request_id in self._creates or type(result) is Failure:
                         self._results[request_id] = result
                     self._awaited.discard(request_id)
@@ -326,7 +327,7 @@ class Link:
                     return
 
     def _divert(self) -> bool:
-        """Move a MEM_READ's data to its target; True while part of it is still to come.
+        """Move a MEM_READ's data to its target. Returns True while part of the data is still to come.
 
         The connection then receives the reply without data, so that it still counts replies correctly.
         """
@@ -352,7 +353,7 @@ class Link:
         data_at = reader.start + _PREFIX_BYTES
         here_bytes = min(reader.end - data_at, data_bytes)
         target[:here_bytes] = reader.view[data_at : data_at + here_bytes]
-        # Step 3: the rest is received straight into the target (get_buffer); the connection gets its reply after that.
+        # Step 3: the rest is received straight into the target (get_buffer); the connection gets the reply afterwards.
         if here_bytes < data_bytes:
             reader.start = reader.end
             self._target_id, self._target_rest = request_id, target[here_bytes:]
@@ -368,5 +369,5 @@ class Link:
 
 
 def _handle_in(result: Any) -> int:
-    """The handle in a reply; ModuleLoaded names it `module`."""
+    """Return the handle in a reply; ModuleLoaded names it `module`."""
     return int(result.module if type(result) is ModuleLoaded else result.handle)

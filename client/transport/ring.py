@@ -1,6 +1,6 @@
 """A session's channel through a ring: its frames go through memory shared with the worker (`protocol.ring`).
 
-The socket stays open. A byte on it (a bell) wakes this side; if the peer closes it, the worker is gone.
+The socket stays open. A byte on it, a bell, wakes this side. If the peer closes it, the worker is gone.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ BELLS_BYTES: Final = 4096
 _NO_MEMORY: Final = "Raise this process's limits on open files and memory, or open the session with shared_memory=False"
 
 ARENA_BYTES: Final = 1 << 30
-"""Size of the arena that a session asks for. Only the part in use takes physical memory."""
+"""Size of the arena that a session requests. Only the part in use takes physical memory."""
 
 
 def shared_memory_request(address: Address) -> SharedMemoryRequest:
-    """The memory to share with a worker, according to the abilities of this machine (`protocol.ring`)."""
+    """Return the request for memory to share with a worker, by this machine's abilities (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return SharedMemoryRequest()
     # The ring relies on x86-64's memory order (`protocol.ring`).
@@ -68,7 +68,7 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     # The reply's options show what the worker provides; the descriptors came with the reply's first byte.
     memory_grant = SharedMemoryGrant.from_options(options)
     descriptors = iter(channel.descriptors)
-    # The descriptors come in a fixed order (ring, arena, words), without those that are not provided.
+    # The descriptors come in a fixed order (ring, arena, words). Those that are not provided are left out.
     try:
         session_channel: Channel
         if memory_grant.ring is None:
@@ -99,7 +99,7 @@ class RingChannel(Channel):
     waits_for_room = False
 
     def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
-        """Map the ring. Raises OSError or ValueError if that fails; then `channel` is unchanged."""
+        """Map the ring. If that fails, raises OSError or ValueError, and `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
         self._peer = select.poll()
         self._peer.register(self.sock, select.POLLRDHUP)
@@ -119,7 +119,7 @@ class RingChannel(Channel):
 
     @property
     def writer(self) -> FrameWriter:
-        """The ring's own writer, without a method around it, which would cost a tenth of a launch."""
+        """The ring's own writer. A method around it would cost a tenth of a launch."""
         return self._requests
 
     def announce(self) -> None:
@@ -133,14 +133,14 @@ class RingChannel(Channel):
         return self._spin(1) and self.pump()
 
     def _spin(self, least: int, more_ns: int = 0) -> bool:
-        """Poll for `least` bytes; False if they do not come in time.
+        """Poll for `least` bytes. Returns False if they do not come in time.
 
         Args:
             least: Number of bytes to wait for.
             more_ns: As in `Channel.ask`.
         """
         clock, yields, poll = time.monotonic_ns, self._yields, self._replies.poll
-        # A session that never spins polls once: `deadline_ns` is now.
+        # A session that never spins polls once, because `deadline_ns` is now.
         deadline_ns = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not poll(1 if yields else READS_PER_CLOCK, least):
             if clock() >= deadline_ns:
@@ -160,7 +160,7 @@ class RingChannel(Channel):
         # Put the request into the ring, completely or not at all, then poll for exactly the reply's bytes.
         requests, replies = self._requests, self._replies
         try:
-            # If there are bytes already, they belong to another reply: use the general path.
+            # If there are already bytes, they belong to another reply, so use the general path.
             if replies.has_bytes or not requests.put_whole(request):
                 return AskOutcome.NOT_SENT
             # Prepare the rest only now, while the worker serves the request.
@@ -172,12 +172,12 @@ class RingChannel(Channel):
         return AskOutcome.UNANSWERED
 
     def await_work(self, number: int) -> bool:
-        """Wait, by the ring's words, for the work of all sent requests. Returns False if a SYNC is needed."""
+        """Wait, using the ring's words, for the work of all sent requests. Returns False if a SYNC is needed."""
         words, replies, clock = self._sync_words, self._replies, time.monotonic_ns
         # The worker answers the word only while it polls the ring; if it sleeps, a SYNC wakes it.
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
-        # Poll the word and the ring: if there is a reply in the ring, it has to be received first.
+        # Poll the word and the ring: a reply in the ring must be received first.
         deadline_ns = clock() + self._spin_ns
         times = 1 if self._yields else READS_PER_CLOCK
         while (answer := words.poll(number, times)) is None:
@@ -188,7 +188,7 @@ class RingChannel(Channel):
         return answer
 
     def doze(self, *, for_room: bool) -> bool:
-        """Ask the worker for a bell; False if there is something to do already."""
+        """Ask the worker for a bell. Returns False if there is already something to do."""
         try:
             # Set the sleep words, then check again (`protocol.ring`); otherwise a wake-up could be lost.
             sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
@@ -199,8 +199,8 @@ class RingChannel(Channel):
         return sleeps
 
     def pump(self) -> bool:
-        """Receive what has arrived in the ring; False if nothing has."""
-        # The sleep is over, and no bells are needed until the next one: take the bells that have arrived.
+        """Receive what has arrived in the ring. Returns False if nothing has."""
+        # The sleep is over, and no bells are needed until the next sleep, so take the bells that have arrived.
         if self._is_dozing:
             self._is_dozing = False
             self._replies.rise()
@@ -215,14 +215,14 @@ class RingChannel(Channel):
         return True
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Put as much of `parts` into the ring as it has room for, and drop that.
+        """Put as much of `parts` as fits into the ring, and drop those bytes.
 
         Returns True if any bytes were put.
         """
-        # Work on copies: `parts` changes only at the end, by the ring's counter.
+        # Work on copies, because `parts` changes only at the end, by the ring's counter.
         writer, all_parts, unsent = self._requests, tuple(parts), deque(parts)
         before = writer.tail
-        # A part may be put in piece by piece. The ring's counter shows how much was put, also after an interrupt.
+        # A part may be put in piece by piece. The ring's counter shows how much was put, even after an interrupt.
         self.unfinished = lambda: keep_rest(parts, all_parts, writer.tail - before)
         try:
             while unsent and (sent := writer.put(unsent[0])):
@@ -246,7 +246,7 @@ class RingChannel(Channel):
         self._is_closed = True
 
     def close(self) -> None:
-        """Close the socket and unmap the ring. Calling it twice is harmless."""
+        """Close the socket, and unmap the ring. Calling this twice is harmless."""
         # Close the socket first, which shows the worker that this side is gone.
         super().close()
         if not self._is_closed:
@@ -260,7 +260,7 @@ class RingChannel(Channel):
         self.finish_step()
         link, replies = self.link, self._replies
         buffer = link.get_buffer()
-        # An interrupt may come after the ring has passed bytes on and before they are counted: then they exist only in
+        # An interrupt may come after the ring has passed on bytes and before they are counted. Then they exist only in
         # the link's buffer.
         self._received_before, self._head_before = link.received, replies.head
         self.unfinished = self._count
@@ -281,7 +281,7 @@ class RingChannel(Channel):
 
     def _take_bells(self) -> None:
         try:
-            # A bell only wakes this side; the end of the stream means that the worker is gone.
+            # A bell only wakes this side. The end of the stream means that the worker is gone.
             if not self.sock.recv(BELLS_BYTES):
                 self._end_of_socket = f"the daemon at {self.address} closed the connection"
         except BlockingIOError:
@@ -297,12 +297,12 @@ class RingChannel(Channel):
 
 
 def _send_bell(sock: socket.socket) -> None:
-    # If the socket is full, the worker has not received earlier bells yet, and another one would change nothing.
+    # If the socket is full, the worker has not yet received earlier bells, and another bell would change nothing.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
 
 def _check_worker(peer: select.poll) -> None:
-    """Raise OSError if the worker has closed its end, even if bells from it are still unread."""
+    """Raise OSError if the worker has closed its end, even if its bells are still unread."""
     if peer.poll(0):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

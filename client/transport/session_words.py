@@ -1,4 +1,4 @@
-"""The session's words, mapped read-only: one load, without a system call, shows whether a lease or region is alive."""
+"""The session's words, mapped read-only. One load, without a system call, shows whether a lease or region is alive."""
 
 import mmap
 from typing import Final
@@ -15,7 +15,7 @@ from gpulease.protocol.session_words import (
     views_of,
 )
 
-# A plain integer, because an operation on an enum's member costs more than the rest.
+# A plain integer, because an operation on an enum's member costs more than the rest of the check.
 _ACTIVE: Final = int(RegionWord.ACTIVE)
 
 NO_WORD: Final = memoryview(bytes(8)).cast("Q")
@@ -26,14 +26,14 @@ class SessionWords:
     """A session's words. The mapping is never closed explicitly: another thread may be reading a word.
 
     Args:
-        fd: The page's descriptor; it is not needed afterwards.
+        fd: The page's descriptor, which is not needed afterwards.
 
     Attributes:
         lease: A view of the lease's word, which is not 0 once the lease has ended.
         epoch: A view of the epoch, which is raised after each change of a region's word.
 
     Raises:
-        OSError, ValueError: The descriptor is not such a page.
+        OSError, ValueError: The descriptor is not for such a page.
     """
 
     def __init__(self, fd: int) -> None:
@@ -52,7 +52,7 @@ class SessionWords:
         return self.refusing_word(slot, number) is not None
 
     def refusing_word(self, slot: int, number: int) -> tuple[RegionWord, int] | None:
-        """Return the word for which launches that name a region are refused, and when it was written.
+        """Return the word because of which launches that name a region are refused, and when it was written.
 
         The time is the host's monotonic clock in ns. If the slot has another region, the word is NONE and the time 0.
         Returns None if the region is active, or if this page does not show that it has ended (`is_refused`).
@@ -69,9 +69,9 @@ class SessionWords:
         return RegionWord.NONE if state is None else state, self._flipped_ns[slot]
 
     def lease_end(self) -> dict[str, object] | None:
-        """The end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
+        """Return the end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
         if not self.lease[0]:
             return None
-        # Copy after the word was read: the cause and the reason were written before it.
+        # Copy the page after reading the word, because the cause and the reason were written before the word.
         page = self._page[:LEASE_END_BYTES]
         return {"cause": cause_of(page), "reason": reason_of(page)}

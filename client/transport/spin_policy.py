@@ -7,8 +7,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Waiting
 
 MIN_SPIN_CORES: Final = 4
-"""Minimum number of cores that this process must have to spin by default. With fewer, spinning would take the worker's
-core."""
+"""Minimum number of cores that this process must have to spin by default. With fewer cores, spinning would take the
+worker's core."""
 
 _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
@@ -27,7 +27,7 @@ class SpinPolicy:
 
 
 def spin_policy_of(waiting: Waiting | None, spin_ns: int) -> SpinPolicy:
-    """The policy that the lease's tenant chose.
+    """Return the policy that the lease's tenant chose.
 
     Args:
         waiting: The tenant's choice. If None, spin if this process has enough cores.

@@ -1,10 +1,9 @@
 """TLS 1.3 (RFC 8446) on a client's nonblocking socket: a stream with a socket's methods, and the channels over it.
 
-A channel works as usual, with a `TlsStream` in place of its socket. Two things differ, and the channels here handle
-them: the stream can hold bytes that the kernel does not report, and bytes that it accepted can wait for room. The
-channels accept the end of a connection without TLS's close_notify: frames carry their length, so a truncation is
-detected. `error_for` turns a TLS error into one of the library's errors, which states which side is at fault and what
-to do.
+A channel works as usual, with a `TlsStream` in place of its socket. The channels here handle two differences: the
+stream can hold received bytes that the kernel does not report, and accepted bytes that wait for room. The channels
+accept the end of a connection without TLS's close_notify: frames carry their length, so a truncation is detected.
+`error_for` turns a TLS error into one of the library's errors, which states which side is at fault and what to do.
 """
 
 import errno
@@ -27,10 +26,10 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.foreign_text import encodable
 
 RECORD_BYTES: Final = 16 << 10
-"""The most data that a record may have (RFC 8446, section 5.1)."""
+"""Maximum number of bytes of data in a record (RFC 8446, section 5.1)."""
 
 BATCH_BYTES: Final = 256 << 10
-"""Number of bytes received or encrypted together: a system call per record would cost more than the record."""
+"""Number of bytes that are received or encrypted together: a system call per record would cost more than the record."""
 
 MAX_CONTEXTS: Final = 8
 """Maximum number of TLS contexts in the cache: reading the files again costs more than the rest of a handshake."""
@@ -51,7 +50,7 @@ class TlsEnded(OSError):
 
 
 def context_of(files: TlsFiles) -> ssl.SSLContext:
-    """The TLS context for the files' current contents. Raises InvalidRequest if they can't be used."""
+    """Return the TLS context for the files' current contents. Raises InvalidRequest if they can't be used."""
     # The files' inode, size and time are part of the cache's key, so that a renewed certificate is read again.
     try:
         stamps = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in map(os.stat, _paths(files)))
@@ -67,7 +66,7 @@ def _paths(files: TlsFiles) -> tuple[str, ...]:
 @lru_cache(maxsize=MAX_CONTEXTS)
 def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # TLS 1.3 alone, as the daemon requires.
+    # Allow only TLS 1.3, as the daemon requires.
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(files.ca)
@@ -83,7 +82,7 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
 
 def _unusable(subject: str, error: OSError) -> InvalidRequest:
     reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    # A path may contain any bytes, also those that can't be encoded in a message.
+    # A path may contain any bytes, even bytes that can't be encoded in a message.
     return InvalidRequest(
         f"{encodable(subject)} can't be used: {reason or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
     )
@@ -92,7 +91,7 @@ def _unusable(subject: str, error: OSError) -> InvalidRequest:
 class TlsStream:
     """A connected socket and the TLS on it.
 
-    Threads: one may send while another receives; OpenSSL's state is used by one thread at a time.
+    One thread may send while another receives. Only one thread at a time uses OpenSSL's state.
 
     Attributes:
         has_buffered: True if bytes can be received although the kernel has none.
@@ -115,7 +114,7 @@ class TlsStream:
     # --- a socket's methods ---
 
     def fileno(self) -> int:
-        """The socket's descriptor, for poll(2). It does not report bytes that are buffered here (`has_buffered`)."""
+        """Return the socket's descriptor. poll(2) does not report bytes that are buffered here (`has_buffered`)."""
         return self._sock.fileno()
 
     def close(self) -> None:
@@ -123,11 +122,11 @@ class TlsStream:
         self._sock.close()
 
     def shutdown(self, how: int) -> None:
-        """Shut the socket down, as socket.shutdown."""
+        """Shut down the socket, like socket.shutdown."""
         self._sock.shutdown(how)
 
     def send(self, data: Any) -> int:
-        """Accept bytes; returns how many. Some of them may wait in this stream for room (`has_unsent`).
+        """Accept bytes, and return how many. Some may wait in this stream for room (`has_unsent`).
 
         Raises BlockingIOError or another OSError. An interrupt makes the connection unusable: records are numbered, so
         none can be sent twice or skipped.
@@ -140,7 +139,7 @@ class TlsStream:
             if not self._flush():
                 raise BlockingIOError(errno.EAGAIN, "no room")
             view = memoryview(data)
-            # Encrypt only as much as the socket accepts; the other bytes stay with the caller.
+            # Encrypt only as much as the socket accepts. The other bytes stay with the caller.
             while taken < len(view) and not self._unsent:
                 taken = self._encrypt(view, taken)
                 self._flush()
@@ -157,7 +156,7 @@ class TlsStream:
         return taken
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Accept several buffers, as `send` does; returns how many bytes."""
+        """Accept several buffers, as `send` does. Returns how many bytes were accepted."""
         # Small buffers share one record, because encrypting and sending has a fixed cost per record.
         if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
             return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
@@ -176,9 +175,9 @@ class TlsStream:
         return taken
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Receive; returns how many bytes, 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
+        """Receive, and return how many bytes; 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
         with self._lock:
-            # Decrypt bytes that were received earlier; only then receive.
+            # First decrypt bytes that were received earlier, and only then receive.
             count = self._decrypt_into(buffer)
             # TLS may consume a whole receive without yielding data, for example for a session ticket.
             while not count:
@@ -202,7 +201,7 @@ class TlsStream:
         return bool(self._unsent) or self._outgoing.pending > 0
 
     def flush(self) -> bool:
-        """Send the bytes that wait for room; True if none are left. Raises OSError."""
+        """Send the bytes that wait for room. Returns True if none are left. Raises OSError."""
         self._begin_sending()
         with self._lock:
             is_done = self._flush()
@@ -210,7 +209,7 @@ class TlsStream:
         return is_done
 
     def shake_hands(self) -> bool:
-        """Continue the handshake; False if it has to wait. Raises TlsEnded."""
+        """Continue the handshake. Returns False if it must wait. Raises TlsEnded."""
         while True:
             try:
                 # Step 1: OpenSSL processes the bytes that have arrived, and produces the bytes to send.
@@ -219,12 +218,12 @@ class TlsStream:
             except ssl.SSLWantReadError:
                 is_done = False
             except (ssl.SSLError, ssl.CertificateError) as error:
-                # Send the alert first, so that the node's log has the reason too.
+                # Send the alert first, so that the node's log has the reason, too.
                 self._flush_alert()
                 raise self._end(error) from None
             # Step 2: send those bytes, then receive the node's next flight.
             try:
-                # The handshake is complete only once the last flight has been sent: the node waits for it.
+                # The handshake is complete only when the last flight was sent, because the node waits for it.
                 if self._flush() and is_done:
                     return True
                 arrived = 0 if is_done else self._sock.recv_into(self._raw)
@@ -246,14 +245,14 @@ class TlsStream:
     # --- under the lock ---
 
     def _begin_sending(self) -> None:
-        # While a send is in progress the stream counts as torn, until it is known how many bytes were accepted.
+        # During a send, the stream counts as torn until it is known how many bytes were accepted.
         if self._is_torn:
             raise OSError(errno.ECONNABORTED, "a send was interrupted in the middle of a record")
         self._is_torn = True
 
     def _encrypt(self, view: memoryview, at: int) -> int:
-        # Encrypt one batch, which bounds the memory and is sent by one system call. Its records have the largest size,
-        # because each record has a fixed cost.
+        # Encrypt one batch, which limits the memory and is sent with one system call. Its records have the largest
+        # size, because each record has a fixed cost.
         end = min(len(view), at + BATCH_BYTES)
         while at < end:
             at += self._tls.write(view[at : min(end, at + RECORD_BYTES)])
@@ -261,7 +260,7 @@ class TlsStream:
         return at
 
     def _flush(self) -> bool:
-        # First the encrypted bytes that were read from TLS before, then those that it has produced since.
+        # First send the encrypted bytes that were read from TLS earlier, then the bytes that it has produced since.
         while self._unsent or self._outgoing.pending:
             if not self._unsent:
                 self._unsent = memoryview(self._outgoing.read())
@@ -280,7 +279,7 @@ class TlsStream:
             self._unsent = _NOTHING
 
     def _decrypt_into(self, buffer: memoryview) -> int:
-        """Decrypt into a buffer; returns how many bytes, -1 at the end of the stream."""
+        """Decrypt into a buffer, and return how many bytes; -1 at the end of the stream."""
         count, room = 0, len(buffer)
         self.has_buffered = False
         try:
@@ -331,7 +330,7 @@ class TlsChannel(Channel):
 
 
 def flush_for(channel: Channel, stream: TlsStream) -> bool:
-    """Send the bytes that wait in the stream, as `Channel.push` does for those of the channel."""
+    """Send the bytes that wait in the stream, as `Channel.push` does for the channel's bytes."""
     try:
         return stream.flush()
     except OSError as error:
@@ -340,19 +339,19 @@ def flush_for(channel: Channel, stream: TlsStream) -> bool:
 
 
 def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
-    """True if poll(2) will report the awaited bytes, or the room to send."""
+    """Return whether poll(2) will report the awaited bytes, or the room to send."""
     if not stream.has_buffered:
         return True
     if not for_room:
         return False
-    # The caller waits for room, even if bytes have come. It may sleep unless there is room now.
+    # The caller waits for room, even if bytes have come, so it may sleep unless there is room now.
     room = select.poll()
     room.register(stream, select.POLLOUT)
     return not room.poll(0)
 
 
 def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -> int:
-    """Receive; if TLS failed, store the reason in the channel's link."""
+    """Receive. If TLS failed, store the reason in the channel's link."""
     try:
         return stream.recv_into(buffer)
     except TlsEnded as ended:
@@ -433,8 +432,9 @@ _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGT
 
 
 def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
-    """The library's error for an error of TLS, or of the socket under it."""
-    # First the node's certificate, then a closed handshake, then alerts about this tenant's certificate, then the rest.
+    """Return the library's error for an error of TLS, or of the socket under it."""
+    # Check for the node's certificate, then a closed handshake, then alerts about this tenant's certificate, then the
+    # rest.
     if isinstance(error, ssl.SSLCertVerificationError):
         return _untrusted(error, address)
     if isinstance(error, ssl.SSLEOFError):

@@ -1,1 +1,1 @@
-"""Tests on this host's card, with a private daemon, that leases keep their promises."""
+"""Tests, on this host's card and with a private daemon, that leases keep their promises."""

@@ -54,7 +54,7 @@ class ClaimResult:
 
 
 def claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises that a daemon with the card's whole memory can prove; each proof returns its finding."""
+    """Return the promises that a daemon with the card's whole memory can prove. Each proof returns its finding."""
     # Half of a large card: the second lease must fit next to the memory that is still being freed.
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
     return [
@@ -66,7 +66,7 @@ def claims(scene: Scene) -> list[MatrixCheck[str]]:
 
 
 def check(name: str, prove: Callable[[], str]) -> ClaimResult:
-    """Run a proof. If the promise does not hold, the result says so."""
+    """Run a proof. Its result reports whether the promise holds."""
     try:
         return ClaimResult(name, prove(), "")
     except (Breach, GpuLeaseError) as error:
@@ -74,7 +74,7 @@ def check(name: str, prove: Callable[[], str]) -> ClaimResult:
 
 
 def canary(scene: Scene, size_bytes: int) -> str:
-    """Fill a lease's slice and free the lease; then count the words that the next lease of that size can read."""
+    """Fill a lease's slice, and free the lease. Then count the words that the next lease of that size can read."""
     words = size_bytes // WORD_BYTES
     # Do this twice: the second lease gets the memory that the first lease filled.
     for _ in range(2):
@@ -82,7 +82,7 @@ def canary(scene: Scene, size_bytes: int) -> str:
             module = session.module_load(rule_breakers())
             small = session.mem_alloc(WORD_BYTES)
             session.mem_free(small)
-            # Also allocate twice in each session: memory that the session itself freed must be zero again, too.
+            # Allocate twice in each session, too: memory that the session itself freed must be zero again.
             for reuse in range(2):
                 # Leave room for the counter.
                 buffer = session.mem_alloc(size_bytes - WORD_BYTES)
@@ -98,15 +98,15 @@ def canary(scene: Scene, size_bytes: int) -> str:
 SLICE_BYTES: Final = 16 << 20
 COPY_BYTES: Final = 4 << 20
 SECRET_BYTES: Final = 32
-"""Length of the secret: too long for the same bytes to occur by chance."""
+"""Length of the secret, which is too long for the same bytes to occur by chance."""
 
 
 def host_buffers(scene: Scene) -> str:
     """Send and receive a secret in every possible way; then search the next lease's worker for it.
 
     A lease's bytes pass through its worker: frames, the reply buffer, ring and arena. The search reads the worker's
-    memory from outside, as no tenant could. It first searches the worker that the secret passed through, to show that
-    it can find the secret, and then the next lease's worker, which must have no byte of it.
+    memory from outside, as no tenant could. It first searches the worker through which the secret passed, to show that
+    it can find the secret, and then the next lease's worker, which must not contain the secret.
     """
     try:
         return _search(scene)
@@ -118,7 +118,7 @@ def _search(scene: Scene) -> str:
     secret = secrets.token_bytes(SECRET_BYTES)
     with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         secret_buffer = send_and_fetch(session, secret)
-        # Show first that the search works: otherwise finding nothing would prove nothing.
+        # First show that the search works, because otherwise finding nothing would prove nothing.
         if not count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach("the search does not find a secret in the worker it passed through, so it proves nothing")
         del secret_buffer
@@ -137,7 +137,7 @@ def _search(scene: Scene) -> str:
 
 
 def send_and_fetch(session: GpuSession, secret: bytes) -> object:
-    """Copy the secret by frames and replies, and by the arena if there is one; returns the objects to keep alive."""
+    """Copy the secret by frames and replies, and by the arena if there is one. Returns the objects to keep alive."""
     data = np.frombuffer(secret * (COPY_BYTES // SECRET_BYTES), np.uint8)
     array = session.empty(COPY_BYTES, np.uint8)
     array[:] = data
@@ -174,7 +174,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
             # Each tenant writes a different value over all of its memory.
             fill(session, module, buffer, words, number + 1)
             work.append((session, buffer, number + 1))
-        # Read only after all have written: a tenant that can reach another's memory has changed it by then.
+        # Read only after all have written: a tenant that can reach another tenant's memory has changed it by then.
         for session, buffer, value in work:
             for at in (0, words // 2, words - 1):
                 if session.mem_read(buffer, at * WORD_BYTES, WORD_BYTES) != value.to_bytes(WORD_BYTES, "little"):
@@ -186,7 +186,7 @@ WORK_S: Final = 0.5
 """Seconds for which all tenants compute at the same time."""
 
 END_S: Final = 30.0
-"""Longest time for a round in progress to end, in seconds, on a host with one core for all tenants."""
+"""Longest time in seconds for a round in progress to end, on a host with one core for all tenants."""
 
 WORKLOAD_WORDS: Final = 1 << 18
 
@@ -194,7 +194,7 @@ Round = Callable[[], None]
 
 
 def at_the_same_time(sessions: list[GpuSession]) -> int:
-    """Do one kind of work in each session for a while; returns the rounds of all. Raises Breach."""
+    """Do one kind of work in each session for a while. Returns the total number of rounds. Raises Breach."""
     rounds = [make(session) for make, session in zip(_KINDS, sessions, strict=True)]
     done = [0] * len(rounds)
     mismatches: list[str] = []
@@ -221,7 +221,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
 
 
 def _kernel(name: str) -> Callable[[GpuSession], Round]:
-    """A kernel of the benchmark, checked against numpy."""
+    """Return a round that runs a kernel of the benchmark and checks it against numpy."""
 
     def make(session: GpuSession) -> Round:
         return Prepared(session, session.module_load(kernels_ptx()), works()[name]).check
@@ -264,7 +264,7 @@ LAUNCHING_S: Final = 0.05
 """Seconds for which a session launches before it is revoked."""
 
 GATE_S: Final = 10.0
-"""Longest time for a revoked tenant to get its error, in seconds."""
+"""Longest time in seconds for a revoked tenant to get its error."""
 
 
 def launch_gate(scene: Scene, count: int) -> str:
@@ -298,7 +298,7 @@ def _gate(scene: Scene) -> float:
     if not refused:
         raise Breach(f"a revoked session still launches after {GATE_S:g} s")
     at, error = refused[0]
-    # A refusal is not enough: its error must also say why.
+    # A refusal is not enough: its error must say why, too.
     if not isinstance(error, Revoked):
         raise Breach(f"a revoked session got {type(error).__name__}: {error}")
     return (at - started) * 1e3
@@ -379,11 +379,11 @@ def _read_session_memory(lease: GpuLease, address: int) -> None:
 
 
 def _break_rules(lease: GpuLease) -> float:
-    """Store out of bounds, use more memory than is reserved, and never end; returns how late the end was, in ms."""
+    """Run jobs that store out of bounds, use too much memory, and never end. Returns how late the last ended, in ms."""
     stray = lease.submit("stray", rule_breakers()).out(WORD_BYTES).arg(np.uint64(FAR))
     too_much = _submit(lease, "fill").arg(bytes(ROOM_BYTES)).args(_words().push_u32(0)).out(OUTPUT_BYTES)
     endless = lease.submit("endless", rule_breakers()).out(WORD_BYTES).timeout_secs(TIME_S)
-    # Each job must end with its own error, and the next one must run all the same.
+    # Each job must end with its own error, and the next job must run nevertheless.
     for submission, kind in ((stray, SyncFailed), (too_much, AllocFailed)):
         _expect(submission, kind)
     started = time.perf_counter()

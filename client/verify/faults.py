@@ -1,4 +1,4 @@
-"""The faults that a tenant can cause, each with the error that the tenant must get, and how its lease must end."""
+"""The faults that a tenant can cause, each with the error that the tenant must get and the way its lease must end."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ class Sizes:
 
 
 def faults(scene: Scene, sizes: Sizes) -> list[MatrixCheck[FaultOutcome]]:
-    """The rows for every fault that this driver can show, in the order in which they run."""
+    """Return the rows for all faults that this driver can show, in the order in which they run."""
     rows = [
         MatrixCheck("illegal address", partial(_kernel, kernel="stray")),
         MatrixCheck("misaligned address", partial(_kernel, kernel="misaligned")),
@@ -118,13 +118,13 @@ def _error_of(action: Callable[[], object]) -> GpuLeaseError:
 
 
 def _free_lease(scene: Scene, lease_id: int, error: str, words: object) -> FaultOutcome:
-    """The last step of a proof: free the lease, and time the proof that its memory is free."""
+    """Free the lease, and time the proof that its memory is free. This is the last step of a proof."""
     reclaim_ms = scene.free(lease_id)
     return FaultOutcome(error, str(words), scene.wait_for_end(lease_id), reclaim_ms)
 
 
 def _kernel(scene: Scene, kernel: str) -> FaultOutcome:
-    """Launch a kernel that faults. On a card the context is lost, and every later operation must say so."""
+    """Launch a kernel that faults. On a card the context is lost, and every later operation must report this."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)
@@ -176,7 +176,7 @@ def _stack(scene: Scene) -> FaultOutcome:
 
 
 def _heap(scene: Scene) -> FaultOutcome:
-    """Allocate more than the device heap has: the kernel must get a null pointer."""
+    """Allocate more than the device heap has. The kernel must get a null pointer."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     module, heap_bytes = session.module_load(memory_hungry_kernels()), session.mem_alloc(8)
@@ -188,7 +188,7 @@ def _heap(scene: Scene) -> FaultOutcome:
 
 
 def _print(scene: Scene) -> FaultOutcome:
-    """Print more than the printf buffer holds: it must drop lines, and not grow."""
+    """Print more than the printf buffer holds. The buffer must drop lines, not grow."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     session.launch(session.module_load(printing()), "print_a_line", GRID, BLOCK, KernelArgs())

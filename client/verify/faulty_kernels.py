@@ -9,7 +9,7 @@ ONE: Final = (1, 1, 1)
 WARP: Final = (32, 1, 1)
 BLOCK: Final = (256, 1, 1)
 GRID: Final = (1024, 1, 1)
-"""With BLOCK, this gives more threads than most cards run at a time."""
+"""Number of blocks that, with BLOCK, gives more threads than most cards run at a time."""
 
 _LINE: Final = b"a line that is not read\n\0"
 
@@ -18,17 +18,17 @@ LONG_LINES: Final = 200
 
 
 def rule_breakers() -> bytes:
-    """PTX of all kernels that run on any driver."""
+    """Return the PTX of all kernels that run on any driver."""
     return files(__package__).joinpath("kernels.ptx").read_bytes()
 
 
 def memory_hungry_kernels() -> bytes:
-    """PTX of kernels for which a card's driver allocates additional memory."""
+    """Return the PTX of kernels for which a card's driver allocates additional memory."""
     return files(__package__).joinpath("hungry.ptx").read_bytes()
 
 
 def compiling_long(kernels: int) -> bytes:
-    """PTX of `kernels` useless kernels of LONG_LINES instructions each, for which a compiler takes seconds."""
+    """Return the PTX of `kernels` useless kernels of LONG_LINES instructions, for which a compiler takes seconds."""
     parts = [".version 7.0\n.target sm_75\n.address_size 64\n"]
     # Each instruction depends on the one before, and no two kernels are the same, so nothing can be optimised away.
     for kernel in range(kernels):
@@ -41,21 +41,21 @@ def compiling_long(kernels: int) -> bytes:
 
 
 def with_variable(size_bytes: int) -> bytes:
-    """PTX of one variable of `size_bytes`, and of a kernel that uses it, so that a compiler keeps it."""
+    """Return the PTX of a variable of `size_bytes`, and of a kernel that uses it, so that a compiler keeps it."""
     head = f".version 7.0\n.target sm_75\n.address_size 64\n.global .align 8 .b8 big[{size_bytes}];\n"
     body = ".reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nmov.u64 %rd1, big;\nld.global.u32 %r1, [%rd1];\n"
     return f"{head}.visible .entry touch()\n{{\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n".encode()
 
 
 def with_managed_variable() -> bytes:
-    """PTX of a word of managed memory, for which a driver keeps memory until the card's last context ends."""
+    """Return the PTX of a word of managed memory, for which a driver keeps memory until the last context ends."""
     head = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .global .attribute(.managed) .align 4 .u32 word;\n"
     body = ".reg .b32 %r<2>;\nld.global.u32 %r1, [word];\nst.global.u32 [word], %r1;\nret;\n"
     return f"{head}.visible .entry touch()\n{{\n{body}}}\n".encode()
 
 
 def launching_kernels() -> bytes:
-    """PTX of a kernel that launches kernels. It needs CUDA's device runtime, which no session links."""
+    """Return the PTX of a kernel that launches kernels. It needs CUDA's device runtime, which no session links."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 status) cudaLaunchDeviceV2(.param .b64 buffer, .param .b64 stream);\n"
@@ -69,7 +69,7 @@ def launching_kernels() -> bytes:
 
 
 def printing() -> bytes:
-    """PTX of a kernel in which every thread prints one line."""
+    """Return the PTX of a kernel in which every thread prints one line."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 count) vprintf(.param .b64 format, .param .b64 arguments);\n"
@@ -92,7 +92,7 @@ def fill(
     value: int,
     regions: RegionSet | None = None,
 ) -> None:
-    """Set the first words of a buffer, or those at a device address, to a value."""
+    """Set the first words of a buffer, or the words at a device address, to a value."""
     args = _at(place).push_u64(words).push_u32(value)
     session.launch(module, "fill", GRID, BLOCK, args, regions=regions)
 

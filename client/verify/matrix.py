@@ -1,4 +1,4 @@
-"""The matrix of `gpulease verify`: faults next to a neighbour at work, then promises that don't depend on a fault."""
+"""The matrix of `gpulease verify`: faults next to a neighbour at work, then promises that do not depend on a fault."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIX_SLICES_BYTES: Final = 7 * GIB
 SIX_VRAM: Final = "48GiB"
 
 WARM_CONTEXTS: Final = 4
-"""Number of contexts that are kept ready during the faults, because the driver keeps some memory as long as any context
+"""Number of contexts that are kept ready during the faults, because the driver keeps some memory while any context
 exists."""
 
 QUIET_S: Final = 1.0
@@ -30,8 +30,7 @@ SMALL_QUIET_S: Final = 0.05
 
 CARD_SIZES: Final = Sizes(launches=1_000_000, long_kernels=150)
 HOST_SIZES: Final = Sizes(launches=20_000, long_kernels=4)
-"""Sizes on a card and on the embedded driver. The latter's are smaller, because that driver compiles slowly and is not
-made for launches."""
+"""Sizes on a card, and smaller sizes on the embedded driver, which compiles slowly and is not made for launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def _fits_six(scene: Scene) -> bool:
 
 
 def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], object]) -> list[FaultResult]:
-    # The embedded driver needs less time to show the same.
+    # On the embedded driver, less time is enough.
     sizes, quiet_s = (CARD_SIZES, QUIET_S) if scene.is_card else (HOST_SIZES, SMALL_QUIET_S)
     selected = [fault for fault in faults(scene, sizes) if only in fault.name]
     results: list[FaultResult] = []
@@ -134,7 +133,7 @@ def _run_fault(scene: Scene, bystander: Neighbour, fault: MatrixCheck[FaultOutco
         report = fault.prove(scene)
     except (Breach, GpuLeaseError) as error:
         breach = breach or breach_of(error)
-        # A failed proof may have left its lease. Free that, so that the next fault starts clean.
+        # A failed proof may have left its lease. Free the lease, so that the next fault starts clean.
         for lease_id in scene.lease_ids() - leases:
             scene.free(lease_id)
     during = bystander.window()

@@ -1,4 +1,4 @@
-"""Searches the memory of another process for a sequence of bytes. Only root can do that, no tenant."""
+"""Searches the memory of another process for a sequence of bytes. Only root can do this, not a tenant."""
 
 import mmap
 import os
@@ -11,13 +11,13 @@ import numpy as np
 PAGE_BYTES: Final = mmap.PAGESIZE
 CHUNK_PAGES: Final = 4096
 PRESENT_SHIFT: Final = np.uint64(62)
-"""How far a pagemap entry is shifted to leave its two upper bits: the page is in memory, or swapped out."""
+"""Shift that leaves a pagemap entry's two upper bits: the page is in memory, or swapped out."""
 
 DEVICES: Final = ("/dev/nvidia", "/dev/dri")
 
 
 def count_in_process(pid: int, secret: bytes) -> int:
-    """Count how often `secret` occurs in the writable memory of a process, except in devices' memory."""
+    """Count how often `secret` occurs in a process's writable memory, except in devices' memory."""
     with Path(f"/proc/{pid}/mem").open("rb", 0) as memory, Path(f"/proc/{pid}/pagemap").open("rb", 0) as pagemap:
         return sum(
             count_in_span(memory.fileno(), at, end, secret)

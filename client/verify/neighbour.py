@@ -46,7 +46,7 @@ class Window:
         rounds: Number of rounds. Each launches a kernel, waits for it, and compares its complete result.
         p50_us: Median time of a kernel, in microseconds.
         p99_us: 99th percentile of that time.
-        error: The first thing that was wrong; "" if every round was right.
+        error: The first error; "" if every round was right.
         errors: Number of rounds that failed or were wrong.
     """
 
@@ -64,7 +64,7 @@ class Neighbour:
         self._process = process
 
     def window(self) -> Window:
-        """The rounds since the last call. A process that does not answer counts as an error."""
+        """Return the rounds since the last call. A process that does not answer counts as an error."""
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("the neighbour has no pipes")
         with contextlib.suppress(BrokenPipeError):
@@ -105,7 +105,7 @@ def _work(address: str, card_uuid: str) -> None:
         taken_us: list[float] = []
         error, errors = "", 0
         while True:
-            # Use other values in each round, so that an old result can't pass for a new one.
+            # Use different values in each round, so that an old result can't pass for a new one.
             values = np.arange(VALUES, dtype=np.float32) + len(taken_us) % 1000
             try:
                 session.mem_write(buffer, 0, values)
@@ -143,5 +143,5 @@ if __name__ == "__main__":
     try:
         _work(*sys.argv[1:3])
     except GpuLeaseError as failure:
-        # When the parent asks for a window, it reads the reason.
+        # The parent reads the reason when it asks for a window.
         print(json.dumps(_window([], f"{type(failure).__name__}: {failure}", 1)), flush=True)

@@ -1,4 +1,4 @@
-"""Occupies addresses in the workers of a private daemon, so that a session can't have them there.
+"""Occupies addresses in the workers of a private daemon, so that a session can't use them there.
 
 `refused_address.py` gives the daemon's processes this file under the name that Python imports at its start
 (sitecustomize). So it uses only the standard library.
@@ -10,7 +10,7 @@ import os
 from typing import Final
 
 VARIABLE: Final = "GPULEASE_OCCUPIED"
-"""Names the file with the addresses, one a line, in hexadecimal. Without the file nothing is occupied."""
+"""Names the file with the addresses, in hexadecimal, one per line. Without the file nothing is occupied."""
 
 _FIXED_NOREPLACE: Final = 0x100000
 """MAP_FIXED_NOREPLACE (linux/mman.h): map exactly at this address, or fail."""

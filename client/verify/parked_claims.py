@@ -1,4 +1,4 @@
-"""Promises of parked sessions, each with its proof: no tenant can read their bytes, and none of the bytes change."""
+"""Promises of parked sessions, each with its proof: no tenant can read their bytes, and no byte changes."""
 
 import secrets
 import time
@@ -24,8 +24,8 @@ SPARE_BYTES: Final = 32 * MIB
 
 LEAVE_S: Final = 10.0
 LEAVE_PAUSE_S: Final = 0.05
-"""Longest time until a session leaves its process, and the pause between two attempts, in seconds. The client's last
-requests may bring the session back once."""
+"""Longest time until a session leaves its process, and the pause between two attempts, both in seconds. The client's
+last requests may bring the session back once."""
 
 PARKS: Final = 10
 """Number of times that a session is parked and returns next to a neighbour at work."""
@@ -44,7 +44,7 @@ park_stay_ms = 0
 
 
 def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises of parked sessions, for a daemon with SETTINGS. Each proof returns its finding."""
+    """Return the promises of parked sessions, for a daemon with SETTINGS. Each proof returns its finding."""
     return [
         MatrixCheck("no byte of a parked session", no_byte_readable),
         MatrixCheck("a parked session's return to a full card", return_to_a_full_card),
@@ -56,12 +56,12 @@ def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
 
 
 def _slice_bytes(scene: Scene) -> int:
-    """Five eighths of the card. Two slices do not fit, so a second lease gets pages of the parked lease."""
+    """Five eighths of the card's bytes. Two slices do not fit, so a second lease gets pages of the parked one."""
     return scene.vram_bytes // 8 * 5 // (2 * MIB) * (2 * MIB)
 
 
 def _park(lease: GpuLease) -> float:
-    """Park a lease; return the milliseconds until its bytes were free."""
+    """Park a lease. Returns the milliseconds until its bytes were free."""
     started = time.perf_counter()
     lease.park()
     return (time.perf_counter() - started) * 1e3
@@ -190,7 +190,7 @@ def return_in_another_process(scene: Scene) -> str:
 
 
 def leave(scene: Scene, lease: GpuLease) -> None:
-    """Make a session leave its process, once all requests that its client sent are done."""
+    """Make a session leave its process when all requests that its client sent are done."""
     deadline_s = time.monotonic() + LEAVE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A parked session has an address that its next worker can't use: the session must not be resumed there.
+"""A parked session has an address that its next worker can't use, so the session must not be resumed there.
 
 Another mapping in the worker's process occupies the address, so the driver really refuses it. A session without a
 process then ends with its lease. A session that still has its former worker continues there.
@@ -44,7 +44,7 @@ class Occupant:
         folder: A folder that is used for nothing else.
 
     Attributes:
-        environment: What the daemon's environment needs.
+        environment: The variables that the daemon's environment needs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Occupant:
 
 
 def address_refused(driver: str) -> str:
-    """If the next worker has another mapping at a session's address, only an upgraded session survives."""
+    """Prove that if the next worker has another mapping at a session's address, only an upgraded session survives."""
     vram = CARD_VRAM if driver == "cuda" else HOST_VRAM
     with (
         tempfile.TemporaryDirectory(prefix="gpulease-") as folder,
@@ -85,7 +85,7 @@ def address_refused(driver: str) -> str:
 
 
 def _cold_one_ends(scene: Scene, occupant: Occupant) -> str:
-    """Refuse the address of a session without a process; return its tenant's error."""
+    """Refuse the address of a session without a process. Returns the tenant's error."""
     lease, session, data, address = _begin(scene, 11)
     counted = _mismatches(scene)
     leave(scene, lease)
@@ -147,6 +147,6 @@ def _begin(scene: Scene, seed: int) -> tuple[GpuLease, GpuSession, WovenData, in
 
 
 def _mismatches(scene: Scene) -> float:
-    """The number of sessions that ended because they could not be restored exactly."""
+    """Return the number of sessions that ended because they could not be restored exactly."""
     lines = ask(Opcode.METRICS, Empty(), scene.address).exposition.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(MISMATCHES))

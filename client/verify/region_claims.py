@@ -38,7 +38,7 @@ PATTERN: Final = 0xA5A5A5A5
 TTL_S: Final = 60.0
 
 RETURN_S: Final = 20.0
-"""Longest time for an ended region to be proved free, in seconds, on a host with one core for all processes."""
+"""Longest time, in seconds, for an ended region to be proved free, on a host with one core for all processes."""
 
 GRAPH_NODES: Final = 300
 
@@ -51,11 +51,12 @@ QUIET_ROUNDS: Final = 20
 """Number of rounds of work that are timed before any region is revoked."""
 
 OPENING_S: Final = (2.0, 8.0, 32.0)
-"""Seconds in which all regions that a session can have must be opened. If a slow host fails, the next is tried."""
+"""Seconds within which all regions that a session can have must be opened. If a slow host fails, the next value is
+tried."""
 
 
 def region_claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises of regions; each proof returns its finding."""
+    """Return the promises of regions. Each proof returns its finding."""
     size_bytes, churn = (64 * MIB, 1000) if scene.is_card else (4 * MIB, 60)
     return [
         MatrixCheck(
@@ -85,7 +86,7 @@ def _fill(session: GpuSession, module: Module, region: Region, value: int, regio
 
 
 def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
-    """Revoke regions while kernels work constantly in another region; all results of that work must be right."""
+    """Revoke regions while kernels work constantly in another region. All results of that work must be right."""
     slice_bytes = 4 * size_bytes
     with (
         _session(scene, slice_bytes) as (lease, session, module),
@@ -97,8 +98,8 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         mismatches: list[str] = []
 
         def work() -> None:
-            # Each round writes another value to all words and counts the words that are not 0. If that is fewer, a word
-            # was lost.
+            # Each round writes a new value to all words, and counts the words that are not 0. If there are fewer, a
+            # word was lost.
             words = kept_region.size_bytes // WORD_BYTES
             while not is_stopped.is_set():
                 started = time.perf_counter()
@@ -119,7 +120,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
             time.sleep(0.01)
         quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
         try:
-            # Open, revoke, wait for the proof, release: the whole life of a region, next to the work.
+            # Open, revoke, wait for the proof, release: the whole life of a region, during the work.
             for _ in range(times):
                 other = lease.region(size_bytes, ttl_secs=TTL_S)
                 other.revoke("the proof")
@@ -135,7 +136,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
 
 
 def stale_pointer(scene: Scene, size_bytes: int) -> str:
-    """Read and write where a revoked region was: reads must find zeros, and writes must not reach any other memory."""
+    """Read and write where a revoked region was. Reads must find zeros, and writes must reach no other memory."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
@@ -148,7 +149,7 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         _fill(session, module, kept_region, PATTERN, both)
         session.sync()
         ended_region.revoke("the proof")
-        # The first refusal says how the region ended, all later ones that it is fenced.
+        # The first refusal says how the region ended, and all later refusals that it is fenced.
         for error_type in (RegionRevoked, RegionFenced, RegionFenced):
             _expect(error_type, lambda: _fill(session, module, ended_region, PATTERN, both), session)
         scene.wait_for_end(ended_region.lease_id, RETURN_S)
@@ -219,7 +220,7 @@ def churning(scene: Scene, count: int) -> str:
 
 
 def under_a_graph(scene: Scene, size_bytes: int) -> str:
-    """Revoke a region while a graph that names it runs: queued work must end, and no later replay may start."""
+    """Revoke a region while a graph that names it runs. Queued work must end, and no later replay may start."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
@@ -235,12 +236,12 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
                     session.launch(module, "scale", (1, 1, 1), WARP, args)
             graphs.append(graph)
         ended_graph, kept_graph = graphs
-        # Queue replays first: these started before the revocation and must run to their end.
+        # First queue replays, which begin before the revocation and must run to their end.
         for position in range(QUEUED):
             ended_graph.launch(regions=both, position=position)
         revoking = threading.Thread(target=ended_region.revoke, args=("the proof",))
         revoking.start()
-        # Launch until a replay is refused: from then on none may begin.
+        # Launch until a replay is refused. From then on none may begin.
         launches = _launch_until_refused(session, lambda at: ended_graph.launch(regions=both, position=at))
         revoking.join()
         kept_graph.launch(regions=only_kept)
@@ -252,7 +253,7 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
 
 
 def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) -> int:
-    """Position of the first launch that was refused. Launches queued before have lower positions."""
+    """Return the position of the first refused launch. Launches queued before have lower positions."""
     deadline_s = time.monotonic() + RETURN_S
     position = QUEUED
     while time.monotonic() < deadline_s:
@@ -269,13 +270,13 @@ def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) 
 
 
 def parent_killed(scene: Scene, size_bytes: int) -> str:
-    """Kill a session's process while a region ends: all regions must end with it, and all bytes be proved free."""
+    """Kill a session's process while a region ends. All regions must end with it, and all bytes be proved free."""
     # This program opens no session: the worker serves only the regions.
     lease = scene.builder(4 * size_bytes).acquire()
     regions = [lease.region(size_bytes, ttl_secs=TTL_S) for _ in range(3)]
     revoking = threading.Thread(target=_revoke_anyway, args=(regions[0],))
     revoking.start()
-    # Kill the worker while the revocation is in progress, at whatever step it is.
+    # Kill the worker during the revocation, at whatever step it is.
     os.kill(worker_pid(lease.lease_id), signal.SIGKILL)
     cause = scene.wait_for_end(lease.lease_id)
     revoking.join(RETURN_S)
@@ -290,7 +291,7 @@ def _revoke_anyway(region: Region) -> None:
 
 
 def expiring_at_once(scene: Scene) -> str:
-    """Let all regions that a session can have expire in the same millisecond; all must be proved free."""
+    """Let all regions that a session can have expire in the same millisecond. All must be proved free."""
     with _session(scene, 2 * MAX_REGIONS * 2 * MIB) as (lease, session, module):
         regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
@@ -309,7 +310,7 @@ def expiring_at_once(scene: Scene) -> str:
 
 
 def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
-    """Open as many regions as a session can have, all with the same end; returns them and that time."""
+    """Open as many regions as a session can have, all with the same end. Returns them and that time."""
     # A slow host needs more time to open all regions: try again with a later end.
     for opening_s in OPENING_S:
         regions: list[Region] = []
@@ -324,7 +325,7 @@ def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
 
 
 def broker_killed(driver: str) -> str:
-    """Kill the broker at each step of a region's life: the next one must know the region, and end it with proof."""
+    """Kill the broker at each step of a region's life. The next broker must know the region, and end it with proof."""
     with killable_daemon(driver) as daemon:
         scene = Scene.at(daemon.address)
         steps: list[str] = []

@@ -134,7 +134,7 @@ def serve(
             if time.monotonic() >= next_renewal or claims.has_news.is_set():
                 claims.keep()
                 next_renewal = time.monotonic() + renew_s
-            # If the slices are not published any more, end this process, so that the cluster restarts the pod.
+            # If the slices are no longer published, end this process, so that the cluster restarts the pod.
             if not publisher.is_alive:
                 raise MissingPrerequisite("the ResourceSlices are no longer published: the log says why")
             # A restart of the kubelet or a clean-up of its folder may remove the sockets.

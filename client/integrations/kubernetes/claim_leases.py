@@ -3,7 +3,7 @@
 A claim is prepared in steps: acquire a short lease for each device, as the user that the pod runs as, and record each
 before acquiring the next; extend the leases to their full duration; write the files for containers; mark the record as
 ready. If the driver is killed in between, it leaves the recorded leases and at most one other, which expires within
-FIRST_LEASE_S. A daemon that supports request ids returns that other lease to the next attempt.
+FIRST_LEASE_S. If the daemon supports request ids, it returns that other lease to the next attempt.
 
 While a claim is prepared its leases are renewed every RENEW_S, so they survive an upgrade of the driver. If a claim is
 deleted while its node is cut off, its leases expire, at the latest one lease's duration later.
@@ -53,7 +53,8 @@ FIRST_LEASE_S: Final = 30.0
 """Duration in seconds of a lease that is not recorded yet. If the driver is killed, such a lease soon expires."""
 
 PROOF_LIMIT_S: Final = 30.0
-"""Longest wait in seconds until memory is proved free. The kubelet waits 45 s for the whole request, then retries."""
+"""Longest wait, in seconds, for memory to be proved free. The kubelet waits 45 s for the whole request, then
+retries."""
 
 LEAST_PROOF_S: Final = 1.0
 """Minimum number of seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
@@ -167,7 +168,7 @@ class ClaimLeases:
         """Renew the leases of prepared claims, and report their states.
 
         A failure for one claim is logged, and the next call tries again. A claim that is being prepared or unprepared
-        is skipped, because that may take long and must not delay the others.
+        is skipped, because waiting for it could take long and would delay the others.
         """
         self.has_news.clear()
         uids, self._api_answers = self._files.uids(), True
@@ -211,7 +212,7 @@ class ClaimLeases:
         return bool(claim.get("metadata", {}).get("uid") != record.uid)
 
     def _renew(self, device: LeasedDevice) -> tuple[bool, str]:
-        """Renew a lease. Returns whether it is active, and otherwise why not."""
+        """Renew a lease. Returns whether it is active and, if not, why."""
         left_s = self._lease_s if device.until_s is None else device.until_s - _boottime_s()
         if left_s > 0:
             ttl_ms = milliseconds(min(left_s, self._lease_s), "the lease", least_ms=1)
@@ -220,7 +221,7 @@ class ClaimLeases:
             except Disconnected:
                 raise
             except GpuLeaseError as error:
-                # This is not fatal, because the lease may have ended by now. Its report decides.
+                # This is not fatal, because the lease may have ended by now. The lease's report decides.
                 self._on_message(f"lease {device.lease_id} is not renewed: {error}")
         report = self._report_of(device)
         return report["state"] == "active", str(report.get("cause") or report["state"])

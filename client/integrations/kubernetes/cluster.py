@@ -68,7 +68,7 @@ class KubernetesCluster:
             return dict(self._client.get(_Claim, name, namespace=namespace))
 
     def report_devices(self, namespace: str, name: str, uid: str, devices: list[dict[str, Any]]) -> None:
-        """Write this driver's entries of a claim's status.devices. Those of other drivers stay.
+        """Write this driver's entries of a claim's status.devices. Entries of other drivers stay.
 
         If the claim has another uid, because it was deleted and created again, the server refuses with 409.
         """
@@ -111,7 +111,7 @@ class KubernetesCluster:
             return dict(self._client.create(_Slice(**slice_object)))
 
     def replace_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace a slice. Returns it as stored. Code 409: its resourceVersion is not that of `slice_object`."""
+        """Replace a slice. Returns it as stored. Code 409: its resourceVersion differs from `slice_object`'s."""
         with _refusals(f"replacing the ResourceSlice {slice_object['metadata']['name']}"):
             return dict(self._client.replace(_Slice(**slice_object)))
 

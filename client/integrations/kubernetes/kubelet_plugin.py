@@ -33,7 +33,7 @@ HEALTH_S: Final = 10.0
 HEALTH_POLL_S: Final = 1.0
 
 HEALTH_TIMEOUT_S: Final = 30
-"""Seconds after the last report from which the kubelet considers a device's health unknown."""
+"""Seconds after the last report when the kubelet begins to consider a device's health unknown."""
 
 MAX_HEALTH_WATCHES: Final = 4
 """Maximum number of health streams that are open at the same time, because each takes a thread. A kubelet needs one."""
@@ -45,7 +45,7 @@ MAX_CLAIMS: Final = 256
 """Maximum number of claims in one request. Each becomes a process on the GPU; a pod has a handful of claims."""
 
 SERVICE_THREADS: Final = 8
-"""Number of requests that are served at the same time, so that a request that waits for memory to be proved free does
+"""Number of requests that are served at the same time, so that a request that waits for proof that memory is free does
 not delay others.
 """
 
@@ -83,7 +83,7 @@ class PreparedDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceHealth:
-    """A device's health; `is_healthy` None means that it is not known."""
+    """A device's health. If `is_healthy` is None, it is unknown."""
 
     pool: str
     device: str
@@ -220,7 +220,7 @@ def registration_socket(driver: str, registry: Path, instance: str) -> Path:
 
 
 class KubeletPlugin:
-    """The two gRPC servers of a DRA driver: one for registration with the kubelet, one for its requests."""
+    """The two gRPC servers of a DRA driver: one for registration with the kubelet, one for the kubelet's requests."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class KubeletPlugin:
         def prepare(request: Any, context: grpc.ServicerContext) -> Message:
             answer = dra_message(version, "NodePrepareResourcesResponse")()
             for ref in _claims_of(request, context):
-                # Each claim has a separate result, so one that fails does not fail the others.
+                # Each claim has a separate result, so one claim's failure does not fail the others.
                 claim_answer = answer.claims[ref.uid]
                 try:
                     for device in self._claims.prepare(ref):

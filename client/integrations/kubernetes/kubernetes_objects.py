@@ -57,7 +57,7 @@ class DeviceRequest:
         size_bytes: The part's size; None for the whole card.
         share_id: Kubernetes' id of this share of the device; may be "".
         user: The user that the containers run as.
-        lease_s: Longest duration of the lease in seconds; None for as long as the claim is prepared.
+        lease_s: Longest duration of the lease in seconds; None if it lasts as long as the claim is prepared.
         is_admin: Whether it is an administrator's access, which takes no memory.
     """
 
@@ -117,7 +117,7 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
 
     Args:
         claim: The object that the API server returned.
-        ref: The claim that the kubelet named. An object with the same name and another uid is another claim.
+        ref: The claim that the kubelet named. An object with the same name but another uid is another claim.
         driver: This driver's name; devices of other drivers are ignored.
         pool: This node's pool.
     """
@@ -162,7 +162,8 @@ def _device(
     if not all(isinstance(text, str) and text for text in texts):
         raise UnusableClaim("a device of the claim has no request, pool or name")
     request, pool, device = map(str, texts)
-    # A configuration without requests applies to all requests; one for a request also applies to its alternatives.
+    # A configuration without requests applies to all requests; a configuration for a request applies to its
+    # alternatives, too.
     chosen: dict[str, Any] = {}
     for requests, parameters in configs:
         if not requests or request in requests or request.partition("/")[0] in requests:

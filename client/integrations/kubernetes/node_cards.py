@@ -13,7 +13,7 @@ from gpulease.protocol.messages import Empty, Inventory
 from gpulease.protocol.opcodes import InventoryFlag
 
 _ATTEMPTS: Final = 3
-"""Number of tries to read the cards without a lease being granted or ended at the same time."""
+"""Number of tries to read the cards at a time when no lease is granted or ended."""
 
 
 class NodeCards:
@@ -30,7 +30,7 @@ class NodeCards:
         self._last: list[PublishedCard] | None = None
 
     def read(self) -> list[PublishedCard]:
-        """Return the cards. If the daemon does not answer any more, returns the last ones, marked as unreachable.
+        """Return the cards. If the daemon no longer answers, returns the last known cards, marked as unreachable.
 
         Raises GpuLeaseError if the daemon has never answered.
         """

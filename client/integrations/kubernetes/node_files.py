@@ -32,7 +32,7 @@ POD_FOLDER: Final = "/run/gpulease"
 """Folder in each container. It contains `leases`, and `users/USER/daemon` with the daemon's socket."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
-"""Maximum number of bytes of a record that are read. A record of 32 devices has about 10 KiB."""
+"""Maximum number of bytes of a record. A record of 32 devices has about 10 KiB."""
 
 _RECORD_VERSION: Final = 2
 _TOKENS_VERSION: Final = 1
@@ -91,8 +91,8 @@ class PreparedClaim:
         name: The claim's name.
         claim: The claim's name in the pod.
         users: The users that its containers run as.
-        devices: The devices that were acquired for it so far.
-        is_ready: Whether the claim is fully prepared. The kubelet is notified only then.
+        devices: The devices that have been acquired for it.
+        is_ready: Whether the claim is fully prepared. Only then does the kubelet get a reply.
     """
 
     uid: str
@@ -247,7 +247,7 @@ def _lease_file(record: PreparedClaim, device: LeasedDevice) -> dict[str, Any]:
 
 
 def _of_tokens(document: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record of the version that gave pods tokens: its leases will be ended, and the claim prepared again."""
+    """Convert a record of the version that gave pods tokens. Its leases will end, and the claim be prepared again."""
     user = document["user"]
     defaults = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
     devices = [{name: lease[name] for name in _LEASE_MEMBERS_V1} | defaults for lease in document["leases"]]
@@ -256,7 +256,7 @@ def _of_tokens(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(record: PreparedClaim) -> None:
-    """Raise ValueError or TypeError for a record that this driver can't have written, before its values are used."""
+    """Before a record's values are used, raise ValueError or TypeError if this driver can't have written it."""
     if not all(type(user) is int and 0 <= user <= MAX_USER for user in record.users):
         raise ValueError("its users must be user ids")
     if type(record.is_ready) is not bool:
@@ -297,7 +297,7 @@ def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Pa
         env = [f"{ADDRESS_VARIABLE}=unix:{of_user}/{_DAEMON}/{daemon_socket.name}"]
         mounts = [
             _mount(str(users / str(device.user)), of_user),
-            # Mount the folder and not the socket, because a daemon that restarts makes another socket.
+            # Mount the folder, not the socket, because a daemon that restarts makes another socket.
             _mount(str(daemon_socket.parent), f"{of_user}/{_DAEMON}"),
         ]
         if device.lease_id:

@@ -1,7 +1,7 @@
-"""The node's cards as a pool of devices, and the writes that bring its ResourceSlices to that state. Pure.
+"""The node's cards as a pool of devices, and the writes that make its ResourceSlices equal to that pool. Pure.
 
-A slice's name is made of the node's name and the slice's number, so a repeated create conflicts with the first one
-instead of adding a second slice. While the slices of a pool have different generations, the pool is incomplete and the
+A slice's name consists of the node's name and the slice's number, so a repeated create conflicts with the first instead
+of adding a second slice. While the slices of a pool have different generations, the pool is incomplete and the
 scheduler ignores it. So the generation increases whenever more than one slice must be written.
 """
 
@@ -68,7 +68,7 @@ class PublishedCard:
         uuid: Its UUID, from which the device's name is made.
         product: The product's name.
         driver: The daemon's driver for it, `cuda` or `cpu`.
-        leasable_bytes: How many bytes all claims together may hold: the free bytes, and those that claims hold now.
+        leasable_bytes: How many bytes all claims together may hold: the free bytes, and the bytes that claims hold now.
         troubles: Why it takes no new claims.
     """
 
@@ -95,7 +95,7 @@ class Verb(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ApiWrite:
-    """A write to the API server. The slice of a replacement contains the resourceVersion that it is based on."""
+    """A write to the API server. A replacement's slice contains the resourceVersion on which it is based."""
 
     verb: Verb
     slice: dict[str, Any]
@@ -161,7 +161,7 @@ def slice_name(node: str, number: int) -> str:
 
 
 def digest_of(devices: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest by which lists of devices are compared, without the times at which taints were added."""
+    """Return a digest by which to compare lists of devices. The times at which taints were added do not count."""
     return hashlib.sha256(json.dumps(list(map(_without_times, devices)), sort_keys=True).encode()).hexdigest()
 
 
@@ -171,7 +171,7 @@ def writes_to(
     owner: Owner,
     stored_as: Mapping[str, str],
 ) -> list[ApiWrite]:
-    """Return the writes that turn the stored slices of this node and driver into those of `devices`, in order.
+    """Return the writes, in order, that turn the stored slices of this node and driver into slices of `devices`.
 
     Args:
         devices: The devices to publish.
@@ -274,7 +274,7 @@ def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_times(devices: Sequence[dict[str, Any]], stored: Sequence[Mapping[str, Any]]) -> None:
-    """Copy the times of taints that stay, because the seconds of tolerations count from these times."""
+    """Copy the times of taints that stay, because the seconds of tolerations count from them."""
     times = {
         (device["name"], taint["key"], taint["effect"]): taint["timeAdded"]
         for device in stored

@@ -1,4 +1,4 @@
-"""Keeps the node's ResourceSlices in the cluster equal to the cards, whoever changes or deletes them.
+"""Keeps the node's ResourceSlices in the cluster equal to its cards, whoever changes or deletes the slices.
 
 The kubelet deletes a driver's slices when the kubelet starts, and some time after the driver has unregistered. So the
 slices are reconciled: one thread lists and watches them, another compares them with the cards and writes differences.
@@ -33,7 +33,7 @@ RELIST_S: Final = 300.0
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 60.0
-"""First and longest pause in seconds after a refusal. The pause doubles with each further refusal."""
+"""The first and the longest pause, in seconds, after a refusal. The pause doubles with each further refusal."""
 
 _GONE: Final = 410
 _NOT_FOUND: Final = 404
@@ -86,7 +86,7 @@ class SlicePublisher:
         # The newest version that the list or the watch has reported. Versions can be compared as numbers: Kubernetes
         # promises this since 1.35, and with etcd it was always true.
         self._version = 0
-        # The number of events of the watch that changed the stored slices.
+        # The number of the watch's events that changed the stored slices.
         self._events = 0
         self._owner: Owner | None = None
         self._last_problem = ""

@@ -140,7 +140,7 @@ class UserProcess:
 
 
 def _serve(user: int, group: int, address: str) -> None:
-    """Become the user and answer requests. All modules must be imported before: the user may be unable to read them."""
+    """Become the user, and answer requests. All modules must be imported first: the user may be unable to read them."""
     if os.geteuid() != user:
         become(user, group, [])
     for line in sys.stdin:

@@ -64,7 +64,7 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Status
 
 LEASE_S: Final = 600.0
 """Duration of a job's lease in seconds. The service renews it every RENEW_S while the job runs, so that it survives a
-restart of the service. If nothing renews it any more, its memory is free after ten minutes."""
+restart of the service. If nothing renews it, its memory is free after ten minutes."""
 
 RENEW_S: Final = 60.0
 
@@ -75,13 +75,14 @@ WAIT_S: Final = 10.0
 """Seconds to wait for room, because the previous job may have just ended."""
 
 POLL_S: Final = 0.25
-"""Seconds between two rounds of tries on all cards, while a job of several cards or of a card type waits for room."""
+"""Seconds between two rounds of tries on all cards, while a job that asks for several cards or a card type waits for
+room."""
 
 LEASE_IDS_VARIABLE: Final = "GPULEASE_LEASE_IDS"
 """Environment variable of a job's tasks: all leases of the job on this node, separated by commas."""
 
 PROOF_LIMIT_S: Final = 60.0
-"""Longest wait in seconds until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
+"""Longest wait, in seconds, for memory to be proved free, well within Slurm's PrologEpilogTimeout."""
 
 USAGE_RETENTION_S: Final = 86400.0
 """Seconds for which the service tries to report a job's usage to Slurm's accounting. After that it logs the usage."""
@@ -142,7 +143,7 @@ def prolog(folder: Path, address: str) -> None:
             cause = _cause_in_job(refusal, request, address, records)
             if cause is None:
                 raise MissingPrerequisite(str(refusal)) from None
-            # Write it to slurmd's log for the operator, because nothing else shows it there.
+            # Write the cause to slurmd's log for the operator, because nothing else shows it there.
             click.echo(f"gpulease-slurm: job {job} has no lease: {cause}", err=True)
             records.write(job, replace(without_leases, refusal=cause))
 
@@ -224,7 +225,7 @@ def _serve_round(records: JobRecords, polled_at_s: dict[tuple[str, str], float])
     for job in records.jobs():
         _logged(_renew_job, records, job)
     # Step 2: ask Slurm which jobs have ended, and report the usage of ended jobs. Each query may take COMMAND_LIMIT_S,
-    # so a round may have no time for all of them if Slurm hangs: begin with those that were made longest ago.
+    # so a round may have no time for all of them if Slurm hangs: begin with the queries that were made longest ago.
     steps = {("state", job): _end_finished for job in records.jobs()}
     steps |= {("usage", job): _report_usage for job in records.used()}
     for key in [key for key in polled_at_s if key not in steps]:
@@ -317,7 +318,7 @@ def _acquire_on(
 
 
 def _renew(record: JobRecord) -> None:
-    """Renew all of a job's leases. Raises the last refusal, after all others were renewed."""
+    """Renew all of a job's leases. Raises the last refusal, after trying all leases."""
     refusal: RefusedForUser | None = None
     for lease_id in record.lease_ids:
         try:

@@ -25,12 +25,12 @@ class JobRecord:
     """A job's leases, or the reason why it has none.
 
     Attributes:
-        user: The id of the job's user, who is the lease's tenant.
+        user: The id of the job's user, the tenant of the leases.
         restarts: How often Slurm had requeued the job when this start began.
         address: The daemon's address.
         lease_ids: The leases, each on a different card, in hex digits; none for a job that was refused.
         is_ready: Whether all leases were acquired and extended to their full time.
-        refusal: Why the job has no lease; "" if it has one.
+        refusal: Why the job has no lease; "" if it has leases.
         node: This node's name in Slurm; "" in a record of an earlier version.
     """
 
@@ -75,7 +75,7 @@ class JobRecords:
         path = self._path(job)
         try:
             members = json.loads(path.read_text())
-            # If the job runs during an upgrade, an earlier version has written its record, with one lease.
+            # If the job runs during an upgrade, an earlier version wrote its record, with one lease.
             if "lease_id" in members:
                 members["lease_ids"] = [members.pop("lease_id")]
             lease_ids = members.pop("lease_ids", ())

@@ -11,7 +11,7 @@ GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class JobUsage:
-    """A sum over a job's leases, and over its starts if Slurm requeued it.
+    """The sum over a job's leases, and over its starts if Slurm requeued it.
 
     Attributes:
         byte_seconds: For each lease, its bytes times the seconds from its grant until its memory was proved free.

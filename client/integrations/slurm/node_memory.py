@@ -1,4 +1,4 @@
-"""Compares a node's memory as Slurm counts it, as one sum of MiB, with how the daemon grants it, card by card."""
+"""Compares a node's memory as Slurm counts it, one sum of MiB, with the memory that the daemon grants, card by card."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -48,7 +48,7 @@ def bytes_without_job(leases: Iterable[Report], job_leases: Container[str]) -> C
 
 
 def lacks_room_by_others(cards: Sequence[Report], without_job: Counter[str], request: JobRequest) -> bool:
-    """Return whether a request has no room only because something other than jobs' leases holds memory.
+    """Return whether a request lacks room only because something other than jobs' leases holds memory.
 
     Slurm can't count such memory: fenced memory, other programs, leases without a job. If this returns False, Slurm
     counts more than the cards can lease, or the free memory is in pieces; the node can then run other jobs.

@@ -1,4 +1,4 @@
-"""Makes requests as a job's user: prolog and epilog run as root, but the lease belongs to the user."""
+"""Makes requests as a job's user: the prolog and the epilog run as root, but the lease belongs to the user."""
 
 import json
 import os
