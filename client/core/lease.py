@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import ceil, inf
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
 from gpulease.client.core.assigned_leases import assigned_lease_id
@@ -525,9 +526,13 @@ class LeaseHandle:
         """End one token of the lease, and those attenuated from it."""
         yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
 
-    def query(self) -> Procedure[LeaseReport]:
-        """Ask the daemon for the lease's state, even after its end."""
-        reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
+    def query(self, *, most_s: float = inf) -> Procedure[LeaseReport]:
+        """Ask the daemon for the lease's state, even after its end.
+
+        Args:
+            most_s: Longest wait for a daemon that does not answer, in seconds, if it is shorter than the usual one.
+        """
+        reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id), most_s=most_s)
         return lease_report_of(reply.report, operation_of(Opcode.LEASE_QUERY))
 
     def note_end(self) -> Procedure[None]:
@@ -649,7 +654,13 @@ class LeaseHandle:
         return EventStream(self.address, self.grant.lease_id, self.token)
 
     def _control(
-        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, clean_up: "ReplyCleanUp | None" = None
+        self,
+        op: Opcode,
+        body: Body,
+        *,
+        waits_for_daemon: bool = True,
+        clean_up: "ReplyCleanUp | None" = None,
+        most_s: float = inf,
     ) -> Procedure[Any]:
         """Send a request about the lease; returns the reply's body.
 
@@ -659,6 +670,7 @@ class LeaseHandle:
             waits_for_daemon: Whether to wait for a daemon that is restarting.
             clean_up: Records the request and its reply, if the reply brings an object that must not be lost when the
                 call is interrupted.
+            most_s: Longest wait for a reply, in seconds, if it is shorter than the operation's.
         """
         operation = operation_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
@@ -672,7 +684,7 @@ class LeaseHandle:
         # Wait no longer than the lease lasts: an ended lease can't be renewed.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
-        answer = yield Locked(self.lock, self._ask_with_retries(op, body, operation, wait_s, clean_up))
+        answer = yield Locked(self.lock, self._ask_with_retries(op, body, operation, wait_s, clean_up, most_s))
         if isinstance(answer, Failure):
             raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), operation)
         return answer
@@ -685,13 +697,14 @@ class LeaseHandle:
                 self.unsettled.pop(clean_up, None)
 
     def _ask_with_retries(
-        self, op: Opcode, body: Body, operation: str, wait_s: float, clean_up: "ReplyCleanUp | None"
+        self, op: Opcode, body: Body, operation: str, wait_s: float, clean_up: "ReplyCleanUp | None", most_s: float
     ) -> Procedure[Any]:
         """Send the request. While the daemon can't be reached, repeat it for `wait_s` seconds, with growing pauses."""
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
-                return (yield from self._ask_reconnecting(op, body, operation, clean_up, is_repeat=failures > 0))
+                is_repeat = failures > 0
+                return (yield from self._ask_reconnecting(op, body, operation, clean_up, most_s, is_repeat=is_repeat))
             # Also try again after Busy, because right after a restart all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
@@ -730,7 +743,7 @@ class LeaseHandle:
         return is_stale
 
     def _ask_reconnecting(
-        self, op: Opcode, body: Body, operation: str, clean_up: "ReplyCleanUp | None", *, is_repeat: bool
+        self, op: Opcode, body: Body, operation: str, clean_up: "ReplyCleanUp | None", most_s: float, *, is_repeat: bool
     ) -> Procedure[Any]:
         """Send on the connection on which the lease was granted; if that is dead, send again on a new one.
 
@@ -741,7 +754,7 @@ class LeaseHandle:
             # Try at most twice: on the old connection and, if that ended without an answer, on a new one.
             is_new = yield from self._reconnect_if_stale(operation)
             try:
-                deadline = FixedDeadline(control_limit_s(op), operation, self.address, self.clock)
+                deadline = FixedDeadline(min(most_s, control_limit_s(op)), operation, self.address, self.clock)
                 ask = answer_to if clean_up is None else clean_up.ask
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
@@ -1344,7 +1357,9 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
     try:
         # The worker's connection often ends before the broker has noticed why: poll for a bounded time.
         while lease.end_failure is None:
-            lease.end_failure = end_reason_of((yield from lease.query()))
+            # An ended lease's reason is not worth a long wait for a daemon that hangs.
+            report = yield from lease.query(most_s=ceil(lease.remaining_s) + END_MARGIN_S)
+            lease.end_failure = end_reason_of(report)
             if lease.end_failure is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)

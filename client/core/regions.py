@@ -173,13 +173,11 @@ class RegionHandle(LeaseHandle):
             yield Sleep(back_off_s(polls, FIRST_RETURN_POLL_S, LAST_RETURN_POLL_S))
             polls += 1
 
-    def _control(
-        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, clean_up: ReplyCleanUp | None = None
-    ) -> Procedure[Any]:
+    def _control(self, op: Opcode, body: Body, **how: Any) -> Procedure[Any]:
         # A lease's end is its regions' end, even if no failure has named the region.
         if self.end_failure is None:
             self.end_failure = self.parent.end_failure
-        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, clean_up=clean_up))
+        return (yield from super()._control(op, body, **how))
 
 
 class RegionView(BorrowedBuffer):

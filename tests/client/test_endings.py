@@ -262,3 +262,16 @@ def test_a_sync_that_never_ends_ends_with_the_lease(
 
     run(scenario)
     assert peer.ops().count("LEASE_QUERY") >= 2, "first it was renewed elsewhere"
+
+
+def test_a_hung_daemon_is_not_asked_long_why_an_expired_lease_ended(run: Run, peer: ScriptedPeer) -> None:
+    peer.on(Opcode.SYNC, HangUp())
+    peer.on(Opcode.LEASE_QUERY, Silence())
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire(face.builder().lease_secs(1))
+        session = await face.open(lease)
+        with pytest.raises(client.LeaseExpired, match=r"did not answer within [56] s"):
+            await session.sync()
+
+    run(scenario)
