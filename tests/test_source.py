@@ -52,11 +52,10 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     ),
     # The cluster's API server: one place knows the client library.
     "lightkube": "client/integrations/kubernetes/cluster.py",
-    # Models' files, and their text; the program that made the tiny model.
+    # Models' files, and their text.
     "gguf": "client/decode/checkpoint/",
-    "safetensors": ("client/decode/checkpoint/", "client/decode/tiny/train.py"),
-    "tokenizers": ("client/decode/text/", "client/decode/tiny/train.py"),
-    "jax": "client/decode/tiny/train.py",
+    "safetensors": "client/decode/checkpoint/",
+    "tokenizers": "client/decode/text/",
     "jinja2": "client/decode/text/",
     "llguidance": "client/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.

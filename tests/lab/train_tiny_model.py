@@ -1,4 +1,4 @@
-"""Trains the tiny model that the decode engine's tests run: `python -m gpulease.client.decode.tiny.train`.
+"""Trains the tiny model that the decode engine's tests run: `PYTHONPATH=.dev python -m tests.lab.train_tiny_model`.
 
 The model is a Llama of 459,392 parameters. It is trained on the help texts of the running Python (pydoc_data), so
 another version of Python gives another model. All random numbers have a fixed seed. The files written are Hugging
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from safetensors.flax import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from gpulease.client.decode.sample_models import TINY_MODEL
 from gpulease.protocol.json_text import indented_json
 
 LAYERS: Final = 2
@@ -276,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the decode engine's tiny model.")
     parser.add_argument("--steps", type=int, default=1_500, help=f"steps of {BATCH} rows of {CONTEXT} tokens")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after these, before all steps")
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent, help="the folder to write")
+    parser.add_argument("--to", type=Path, default=Path(TINY_MODEL), help="the folder to write")
     arguments = parser.parse_args()
     texts = topics()
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()

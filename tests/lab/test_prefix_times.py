@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from gpulease.client.bench import prefix_times
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from helpers.daemon import Daemon
 from helpers.decode.random_models import TINY
+
+from . import prefix_times
 
 
 def test_a_known_prefix_gives_the_first_token_sooner_and_leaves_room_for_more_sequences(

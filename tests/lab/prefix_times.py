@@ -1,6 +1,6 @@
 """Measures the benefit of a shared prefix: the time to the first token after it, and how many sequences fit a region.
 
-    python -m gpulease.client.bench.prefix_times [MODEL | SHAPE [PREFIX [BLOCKS]]]
+    PYTHONPATH=.dev python -m tests.lab.prefix_times [MODEL | SHAPE [PREFIX [BLOCKS]]]
 
 PREFIX is a number of tokens, BLOCKS the size of the region. Uses the running daemon, or a private one. Measures a
 decoder that reuses prefixes and one that does not, and compares their tokens. Prints one JSON object per figure.
