@@ -93,12 +93,12 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
     return code + result(otherwise)
 
 
-def unless_argument(place: int, values: tuple[int, ...], then: int, mask: int = 0xFFFFFFFF) -> Code:
-    """Return instructions that continue if the low half of an argument is one of these values."""
+def unless_argument(place: int, values: tuple[int, ...], mask: int = 0xFFFFFFFF) -> Code:
+    """Return instructions that continue if the low half of an argument is one of these values, and deny otherwise."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     # A match jumps past the last instruction of this part; otherwise the next comparison follows.
     code += [(_IF_EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
-    return code + result(then)
+    return code + result(_DENY)
 
 
 def unless_null(place: int, then: int) -> Code:
@@ -526,7 +526,7 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
 def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
     """Return the instructions for calls that are allowed only with some arguments, by the calls' names."""
     own_pid = (pid,)
-    unix = unless_argument(0, (socket.AF_UNIX,), _DENY)
+    unix = unless_argument(0, (socket.AF_UNIX,))
     # A datagram socket can send to any other; a stream or seqpacket socket only to its peer.
     pair = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
     return {
@@ -554,7 +554,7 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
 _TO_CONNECT: Final[Mapping[str, Code]] = MappingProxyType(
     {
         # No local sockets: with them, the process could connect to the broker and other services.
-        "socket": unless_argument(1, (socket.SOCK_STREAM, socket.SOCK_DGRAM), _DENY, _SOCKET_KIND)
+        "socket": unless_argument(1, (socket.SOCK_STREAM, socket.SOCK_DGRAM), _SOCKET_KIND)
         + if_argument(0, (socket.AF_INET, socket.AF_INET6), ALLOW, _DENY),
         "connect": result(ALLOW),
         **dict.fromkeys(("listen", "accept", "accept4"), result(_DENY)),

@@ -90,9 +90,9 @@ def gather(t: ThreadTranslator) -> Value:
     return _result(t, FrameHead.group.offset)
 
 
-def word_of(t: ThreadTranslator, thread: Value, number: int = 0) -> Value:
-    """Return a word that a lane has shown in the last exchange. The lane must have taken part."""
-    return t.ir.load("i64", t.ir.offset(kept_words(t, thread), SLOT_BYTES * number))
+def word_of(t: ThreadTranslator, thread: Value) -> Value:
+    """Return the first word that a lane has shown in the last exchange. The lane must have taken part."""
+    return t.ir.load("i64", kept_words(t, thread))
 
 
 def kept_words(t: ThreadTranslator, thread: Value) -> Value:

@@ -32,9 +32,9 @@ number, and where their values are."""
 _MARK: Final = 0xFEDC_BA98_7654_3210_0123_4567_89AB_CDEF
 
 
-def refusal_front(op: Opcode = Opcode.SYNC) -> bytes:
+def refusal_front() -> bytes:
     """Return the first 12 bytes of a reply that reports a revoked region: all before the payload's length."""
-    return build_frame(op, request_id=0, session_id=0, flags=Flag.REPLY, status=Status.REVOKED)[:12]
+    return build_frame(Opcode.SYNC, request_id=0, session_id=0, flags=Flag.REPLY, status=Status.REVOKED)[:12]
 
 
 def kernel_part(kernel: str) -> bytes:
