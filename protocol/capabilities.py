@@ -31,11 +31,12 @@ class AttachOption(IntEnum):
     """The types of ATTACH's options that do not concern shared memory.
 
     TOKEN: the token by which the session is opened. OWN_MEMORY, without a value: the objects that the connection makes
-    in the session end with it.
+    in the session end with it. SECOND_TOKEN: a token by which the connection's requests are served after USE_TOKEN.
     """
 
     TOKEN = 16
     OWN_MEMORY = 17
+    SECOND_TOKEN = 18
 
 
 ALL_PERMISSIONS: Final = Permission(sum(Permission))

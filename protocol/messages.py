@@ -497,7 +497,10 @@ class MemAlloc(Body):
 
 @dataclass(frozen=True, slots=True)
 class Handle(Body):
-    """A device pointer (of MEM_...), module (MODULE_...), stream (STREAM_...) or graph (GRAPH_...)."""
+    """A device pointer (of MEM_...), module (MODULE_...), stream (STREAM_...) or graph (GRAPH_...).
+
+    Of USE_TOKEN, 1 for the second token, else 0.
+    """
 
     handle: int = wire(U64)
 

@@ -86,6 +86,7 @@ class Opcode(IntEnum):
     MEM_KEPT = 0x0623
     MEM_RESET = 0x0624
     REGION_REFUSED = 0x0625
+    USE_TOKEN = 0x0626
 
 
 class Flag(IntFlag):
@@ -184,6 +185,7 @@ class SessionOption(IntEnum):
     9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA driver.
     SYNC_WORD: the ring has the words by which a sync needs no frame, and the connection is the only one that can launch
     in the session. OWN_MEMORY, if ATTACH requested it: the connection's objects end with it, unless they are kept.
+    USE_TOKEN, if ATTACH carried a second token: the connection may use it.
     """
 
     PARAMETER_TYPES = 33
@@ -197,6 +199,7 @@ class SessionOption(IntEnum):
     MEM_REUSE = 42
     OWN_MEMORY = 43
     REGION_REFUSED = 44
+    USE_TOKEN = 45
 
 
 class LaunchFlag(IntFlag):

@@ -817,6 +817,17 @@ _ALL: Final = (
         ability=SessionOption.REGION_REFUSED,
         driver_failure=Status.SESSION_FAILED,
     ),
+    # Any permission: each token may be given up for the other.
+    _session(
+        Opcode.USE_TOKEN,
+        m.Handle,
+        m.Empty,
+        _ANY_OF_SESSION,
+        Trait.NONE,
+        "serves the connection's later requests by its [second token](#a-second-token), or as before",
+        ability=SessionOption.USE_TOKEN,
+        driver_failure=Status.SESSION_FAILED,
+    ),
 )
 
 

@@ -179,6 +179,7 @@ class Attachment:
     Attributes:
         lease: The session's lease.
         token: The token with which the session was opened; empty if the lease's own tenant opened it.
+        uses_second: Whether the worker serves requests by the second token.
         lock: The API's lock, which every operation holds.
         session_id: The lease's id.
         channel: The connection.
@@ -207,19 +208,26 @@ class Attachment:
     """
 
     def __init__(
-        self, lease: LeaseHandle, lock: Any, *, token: bytes, memory_request: SharedMemoryRequest, spin: SpinPolicy
+        self,
+        lease: LeaseHandle,
+        lock: Any,
+        *,
+        tokens: tuple[bytes, bytes],
+        memory_request: SharedMemoryRequest,
+        spin: SpinPolicy,
     ) -> None:
         """Prepare a connection, which `attach` opens.
 
         Args:
             lease: The session's lease.
             lock: The API's kind of lock.
-            token: A token of the lease; empty for its own tenant.
+            tokens: The token with which to open it, empty for its own tenant; and its second token, empty for none.
             memory_request: Memory to share with the worker.
             spin: How long to poll for a reply before sleeping.
         """
         self.lease = lease
-        self.token = token
+        self.token, self._second_token = tokens
+        self.uses_second = False
         self.lock = lock
         self.session_id = lease.grant.lease_id
         self._memory_request = memory_request
@@ -361,7 +369,8 @@ class Attachment:
 
     def _options(self) -> tuple[Tlv, ...]:
         token = (Tlv(AttachOption.TOKEN, self.token),) if self.token else ()
-        return (*self._memory_request.to_options(), *token, Tlv(AttachOption.OWN_MEMORY, b""))
+        second = (Tlv(AttachOption.SECOND_TOKEN, self._second_token),) if self._second_token else ()
+        return (*self._memory_request.to_options(), *token, *second, Tlv(AttachOption.OWN_MEMORY, b""))
 
     # --- ending ---
 

@@ -169,7 +169,7 @@ class RequestPipeline:
             # The daemon's goodbye followed the last reply directly.
             raise LinkEnded(link.end)
         self.drop_held()
-        if self.attachment.dropped:
+        if self.attachment.dropped and not self.attachment.uses_second:
             yield from self.send_frees()
         return (yield from procedure)
 
@@ -200,9 +200,10 @@ class RequestPipeline:
 
         If this finds a failure, the session's next operation reports it.
         """
-        # After the end, or while recording, nothing may be sent.
+        # After the end, or while recording, nothing may be sent. The second token may not permit a free, and a quiet
+        # request that is not permitted ends the connection.
         attachment = self.attachment
-        if attachment.end_failure is not None or attachment.recording is not None:
+        if attachment.end_failure is not None or attachment.recording is not None or attachment.uses_second:
             return
         channel = attachment.channel
         channel.finish()
@@ -244,7 +245,7 @@ class RequestPipeline:
         attachment.channel.finish()
         self.drop_held()
         with suppress(LinkEnded):
-            while attachment.dropped:
+            while attachment.dropped and not attachment.uses_second:
                 yield from self.send_frees()
             if self._is_served:
                 return
@@ -419,6 +420,32 @@ class RequestPipeline:
         attachment = self.attachment
         request_id = attachment.connection.next_request_id()
         return build_frame(op, payload, request_id=request_id, session_id=attachment.session_id, flags=Flag.QUIET)
+
+    def use_grant(self, *, is_second: bool) -> Procedure[None]:
+        """Have the worker serve later requests by the session's second token, or again as the session was opened.
+
+        Handles that are dropped while the second token is used are freed after that. Raises Unsupported without a
+        second token, or if the session's daemon is too old.
+        """
+        self.check_recording("use_grant")
+        self.attachment.require(Opcode.USE_TOKEN, "use_grant")
+        yield from self.do("use_grant", self._use_grant(is_second=is_second))
+
+    def _use_grant(self, *, is_second: bool) -> Procedure[None]:
+        attachment = self.attachment
+        # After an interrupt, assume that the worker uses the second token, which may not permit a free.
+        attachment.uses_second = True
+        frame = self.quiet_frame(Opcode.USE_TOKEN, HANDLE.pack(is_second))
+        try:
+            is_put = attachment.channel.put_with_next(frame)
+        except (OSError, FramingError):
+            is_put = False  # the peer is gone: `send` reports it
+        if not is_put:
+            yield from send(attachment.channel, (frame,), self.deadline)
+        attachment.uses_second = is_second
+        # There is nothing to wait for: it is no work, and the next reply reports whether it failed.
+        number = attachment.connection.last_request_id
+        self.acknowledge(Opcode.USE_TOKEN, number)
 
     # --- frees ---
 

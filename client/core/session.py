@@ -20,9 +20,9 @@ from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSets
 from gpulease.client.core.resources import Resources
 from gpulease.client.core.streams import PrintedCallback, Streams
-from gpulease.client.core.tokens import Grant
+from gpulease.client.core.tokens import Grant, GrantPair, session_tokens
 from gpulease.client.core.waits import Procedure
-from gpulease.client.errors import InvalidRequest, error_of
+from gpulease.client.errors import error_of
 from gpulease.client.fork_guard import OWNED_BY_PARENT
 from gpulease.client.handles import BorrowedBuffer, Module
 from gpulease.client.transport.arena import empty
@@ -60,7 +60,7 @@ class SessionCore:
         lease: LeaseHandle,
         lock: Any,
         *,
-        grant: Grant | None,
+        grant: Grant | GrantPair | None,
         shared_memory: bool,
         spin_ns: int,
     ) -> None:
@@ -69,7 +69,7 @@ class SessionCore:
         Args:
             lease: Its lease.
             lock: The API's kind of lock.
-            grant: A token of the lease with which to open it; None to open it as the lease's holder.
+            grant: The tokens with which to open it; None to open it as the lease's holder.
             shared_memory: Whether to share memory with the worker, where the address allows it.
             spin_ns: Longest time to poll for a reply before sleeping, in nanoseconds.
 
@@ -77,13 +77,10 @@ class SessionCore:
         """
         # Memory can only be shared on one host, which the address shows.
         memory_request = shared_memory_request(lease.address) if shared_memory else SharedMemoryRequest()
-        # The session's frames name this lease, so the worker would refuse each of them with another lease's token.
-        if grant is not None and grant.lease_id != lease.grant.lease_id:
-            raise InvalidRequest(f"attach: the grant must be of this lease, not of lease {grant.lease_id}")
-        token = lease.token if grant is None else grant.token
+        tokens = session_tokens(lease.grant.lease_id, lease.token, grant)
         spin = spin_policy_of(lease.waiting, spin_ns)
         # Build the parts in order: each depends only on earlier ones.
-        self.attachment = Attachment(lease, lock, token=token, memory_request=memory_request, spin=spin)
+        self.attachment = Attachment(lease, lock, tokens=tokens, memory_request=memory_request, spin=spin)
         self.operations = RequestPipeline(self.attachment)
         self.streams = Streams(self.operations)
         self.resources = Resources(self.operations)

@@ -2,7 +2,7 @@
 
 import base64
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from gpulease.client.core.lease_request import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
@@ -46,6 +46,32 @@ class Grant:
     def __repr__(self) -> str:
         # Leave the token out, because printed objects end up in logs.
         return f"<Grant of {', '.join(names_of(self.permissions))} on {self.lease_id} for {self.ttl_s:g} s>"
+
+
+class GrantPair(NamedTuple):
+    """What a session is opened with if it uses two tokens in turn (`RequestPipeline.use_grant`).
+
+    Attributes:
+        first: A token of the lease; None for the lease's holder, who needs none.
+        second: Another token of the lease. A daemon that is too old for it ignores it.
+    """
+
+    first: Grant | None
+    second: Grant
+
+
+def session_tokens(lease_id: int, lease_token: bytes, grant: Grant | GrantPair | None) -> tuple[bytes, bytes]:
+    """Return the two tokens with which a session is opened, each empty if there is none.
+
+    Raises InvalidRequest for a grant of another lease.
+    """
+    pair = grant if isinstance(grant, GrantPair) else (grant, None)
+    # The session's frames name this lease, so the worker would refuse each of them with another lease's token.
+    for given in pair:
+        if given is not None and given.lease_id != lease_id:
+            raise InvalidRequest(f"attach: the grant must be of this lease, not of lease {given.lease_id}")
+    first, second = pair
+    return lease_token if first is None else first.token, b"" if second is None else second.token
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionCore, SessionView
 from gpulease.client.core.streams import PrintedCallback, PrintedText
-from gpulease.client.core.tokens import Grant, token_of
+from gpulease.client.core.tokens import Grant, GrantPair, token_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle
@@ -63,7 +63,7 @@ class GpuSession(SessionView):
     """
 
     def __init__(
-        self, lease: GpuLease | GpuSharedLease, *, grant: Grant | None = None, shared_memory: bool = True
+        self, lease: GpuLease | GpuSharedLease, *, grant: Grant | GrantPair | None = None, shared_memory: bool = True
     ) -> None:
         """Open a session.
 

@@ -153,6 +153,10 @@ class Channel:
         """The writer for frames that no caller waits for."""
         return _NO_WRITER
 
+    def put_with_next(self, frame: bytes) -> bool:
+        """Queue a frame that is of use only to later ones, as the writer does. Raises the errors of the writer."""
+        return self.writer.put_whole(frame)
+
     def ask(
         self,
         request: bytes,

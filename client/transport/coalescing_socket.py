@@ -80,6 +80,8 @@ class CoalescingSocket(Channel):
         self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True
+        # Whether the outbox may hold a frame that only waits for the next one (`put_with_next`).
+        self._has_waiting = False
         # How many bytes `ask` received but did not use, and how many the link had received before.
         self._unused_counts: list[int] = []
         self._received = 0
@@ -111,7 +113,7 @@ class CoalescingSocket(Channel):
             before = len(self._settled())
             if before > MAX_OUTBOX_BYTES:
                 return False
-            is_due = before + size >= FLUSH_BYTES
+            is_due = before + size >= FLUSH_BYTES or self._has_waiting
             # The flusher must know about the channel before the outbox holds anything.
             if not (before or is_due):
                 _flusher.notice(self)
@@ -126,6 +128,17 @@ class CoalescingSocket(Channel):
                     pass  # the peer is gone: the next operation that waits for a reply reports it
                 finally:
                     self._schedule_rest()
+        return True
+
+    def put_with_next(self, frame: bytes) -> bool:
+        """Queue a frame that is of use only to later ones: it is sent together with the next frame."""
+        with self._lock:
+            if len(self._settled()) + len(frame) >= FLUSH_BYTES:
+                return self.put_whole(frame)
+            self._has_waiting = True
+            # As in `put_whole`, no interrupt can come between these two statements.
+            self.tail += len(frame)
+            self._outbox.data.extend(frame)
         return True
 
     def _put_first(self, frame: bytes | memoryview) -> None:
@@ -329,6 +342,7 @@ class CoalescingSocket(Channel):
     def _flush(self) -> bool:
         """Send what the socket accepts; True if nothing is left. Raises OSError if the peer is gone."""
         data = self._settled()
+        self._has_waiting = False
         if not data:
             return True
         # The call itself stores how much was sent (`_Outbox`), so an interrupt can't lose the number.

@@ -180,8 +180,8 @@ class ConnectionTokens:
         self._service = service
         self._peer = peer
         self._presented: dict[int, Claims] = {}
-        # The token of the ATTACH or GPU_SUBMIT in progress.
-        self._attaching: Claims | None = None
+        # The tokens of the ATTACH or GPU_SUBMIT in progress.
+        self._attaching: list[Claims] = []
 
     def present(self, token: bytes, permissions: Permission) -> Claims:
         """Validate a token and keep it for the connection. Raises Refused."""
@@ -256,46 +256,61 @@ class ConnectionTokens:
 
     # --- attaching ---
 
-    def guest(self, lease_id: int, token: bytes, needed: Permission = SESSION_PERMISSIONS) -> Guest:
-        """Return the bounds of a connection that attaches to a lease with a token for any of `needed`.
+    def guests(self, lease_id: int, tokens: Iterable[bytes], needed: Permission = SESSION_PERMISSIONS) -> list[Guest]:
+        """Return the bounds of a connection that attaches to a lease with tokens, each for any of `needed`.
 
-        The token is not used up yet; `spend` does that. Raises Refused.
+        The tokens are not used up yet; `spend` does that. Raises Refused.
         """
-        claims = self.validate(token, needed)
+        all_claims = [self.validate(token, needed) for token in tokens]
         # A token of another lease is answered like an unknown lease.
-        if claims.lease_id != lease_id:
+        if any(claims.lease_id != lease_id for claims in all_claims):
             raise Refused(not_found(lease_id).failure)
-        # Keep the token here; `spend` uses it up. Between the two, the peer may still have replies to read.
-        self._attaching = claims
-        return Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))
+        # Narrowed copies share the nonce, and only one of them may be used.
+        if len({claims.nonce for claims in all_claims}) < len(all_claims):
+            raise Refused(Failure(Status.DENIED, "the request's two tokens must not be copies of the same token"))
+        # Keep the tokens here; `spend` uses them up. Between the two, the peer may still have replies to read.
+        self._attaching = all_claims
+        return [
+            Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))
+            for claims in all_claims
+        ]
 
     def spend(self, journal: Journal, on_done: Callable[[bool], None]) -> None:
-        """Use up the token that `guest` accepted, if any. `attached` or `not_attached` follows.
+        """Use up the tokens that `guests` accepted, if any. `attached` or `not_attached` follows.
 
         Args:
             journal: Where the use is recorded.
             on_done: Called with True if the use is durable, so that a restarted daemon will know it.
         """
-        # The lease's own tenant attaches without a token, so nothing is used up.
-        if self._attaching is None:
+        # The lease's own tenant may attach without a token, so nothing is used up.
+        if not self._attaching:
             on_done(True)
             return
-        claims, until_ms = self._attaching, self._service.authority().use(self._attaching)
-        journal.spend(claims.lease_id, claims.nonce, until_ms, on_done)
+        outcomes: list[bool] = []
+        expected = len(self._attaching)
+
+        def on_one_done(is_durable: bool) -> None:
+            outcomes.append(is_durable)
+            if len(outcomes) == expected:
+                on_done(all(outcomes))
+
+        for claims in list(self._attaching):
+            until_ms = self._service.authority().use(claims)
+            journal.spend(claims.lease_id, claims.nonce, until_ms, on_one_done)
 
     def attached(self, *, is_submit: bool) -> None:
-        """Keep the token used, because its connection was handed over.
+        """Keep the tokens used, because their connection was handed over.
 
         A session's worker may still refuse the guest.
         """
-        claims, self._attaching = self._attaching, None
-        if claims is not None and not is_submit:
+        all_claims, self._attaching = self._attaching, []
+        for claims in () if is_submit else all_claims:
             self._service.add_handed_over(claims)
 
     def not_attached(self, journal: Journal) -> None:
-        """Allow the token to be used again, because its connection could not be handed over."""
-        claims, self._attaching = self._attaching, None
-        if claims is not None:
+        """Allow the tokens to be used again, because their connection could not be handed over."""
+        all_claims, self._attaching = self._attaching, []
+        for claims in all_claims:
             self._service.give_back(claims, journal)
 
 

@@ -324,6 +324,7 @@ class AttachOrder(Message):
         owns: Whether everything that the connection makes in the session ends with the connection.
         client_pid: The client's process on this host; 0 if unknown.
         words: Whether the tenant asks for the session's words.
+        second: The terms of the connection's second token; None if it has none.
     """
 
     OP: ClassVar[str] = "attach"
@@ -336,6 +337,7 @@ class AttachOrder(Message):
     owns: Flag = False
     client_pid: Pid = 0
     words: Flag = False
+    second: Annotated[Guest | None, converted(Guest.from_message, Guest.to_message).or_nil()] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -867,12 +869,14 @@ class Attached(Message):
 
     Attributes:
         guest: The mark of the guest's token; None for the lease's own tenant.
-        is_in: Whether the guest was admitted; None for the lease's own tenant.
+        is_in: Whether a connection with a token was admitted; None for one without.
+        second: The mark of the connection's second token; None if it has none.
     """
 
     OP: ClassVar[str] = "attached"
     guest: Annotated[int | None, U64.optional()] = None
     is_in: Annotated[bool | None, FLAG.optional()] = None
+    second: Annotated[int | None, U64.optional()] = None
 
 
 @dataclass(frozen=True, slots=True)

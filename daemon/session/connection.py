@@ -778,6 +778,8 @@ class AttachedConnection:
     Attributes:
         guest: The bearer of the token with which the connection was attached; None for a connection of the lease's
             owner.
+        second: The bearer of its second token; None without one.
+        has_token: Whether it has one of the two, so that each request is checked.
         client_pid: The client's process; 0 if it is not known.
         owns: Whether the objects that the connection creates end with it.
         wire: Moves its bytes: the socket, or a ring in addition to it.
@@ -800,9 +802,11 @@ class AttachedConnection:
         pinned_buffers: PinnedBuffers,
         spin_policy: WorkerSpinPolicy,
         guest: Guest | None = None,
+        second: Guest | None = None,
     ) -> None:
         self.sock = sock
-        self.guest = guest
+        self.guest, self.second = guest, second
+        self.has_token = guest is not None or second is not None
         self.client_pid, self.owns = 0, False
         self.fd = sock.fileno()
         # Every connection begins with its socket alone; ATTACH's reply may put a ring in its place.
@@ -812,6 +816,7 @@ class AttachedConnection:
         self.receive_buffer = ReceiveBuffer(self.reader, pinned_buffers)
         self.has_arena = False
         self.streams = ConnectionStreams()
+        self.streams.has_second_token = second is not None
         self.holder = Holder()
         self.spins_left = spin_policy.spins_per_reply
         self.received_at_s = time.monotonic()
@@ -836,10 +841,10 @@ class AttachedConnection:
     def serve_ring(self, serve: ServeRing) -> Outcome | None:
         """Let native code serve the ring; None without a ring, or if part of a frame has been received.
 
-        Not called for a guest, because native code does not check tokens. Raises ConnectionLost or FramingError.
+        Not called with a token, because native code does not check tokens. Raises ConnectionLost or FramingError.
         """
         wire = self.wire
-        if self.guest is not None or self.receive_buffer.is_mid_frame or not isinstance(wire, RingWire):
+        if self.has_token or self.receive_buffer.is_mid_frame or not isinstance(wire, RingWire):
             return None
         outcome, self.spins_left = wire.serve(partial(serve, self.reader), self.spins_left)
         return outcome

@@ -15,6 +15,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from gpulease.daemon.contract.control_page import MAX_CONNECTIONS, PageFds, show_why_stays
@@ -121,8 +122,9 @@ SHOW_AGAIN_MS: Final = 250
 
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
+_USE_TOKEN: Final = int(Opcode.USE_TOKEN)
 
-_CONDITIONAL: Final = {SessionOption.REGIONS, SessionOption.OWN_MEMORY}
+_CONDITIONAL: Final = {SessionOption.REGIONS, SessionOption.OWN_MEMORY, SessionOption.USE_TOKEN}
 """Abilities that some sessions lack, or that a client must request in ATTACH."""
 
 _SERVED: Final = tuple(
@@ -151,8 +153,6 @@ class SessionServer:
         self._session = session
         self._spin_policy = spin_policy or WorkerSpinPolicy()
         self._welcome = welcome
-        # Bodies of ATTACH's reply, by what the connection gets; see `_reply_body`.
-        self._reply_bodies: dict[tuple[SharedMemoryGrant, bool, bool], bytes] = {}
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, AttachedConnection] = {}
         # Descriptors of the connections that have requests left to serve.
@@ -183,9 +183,8 @@ class SessionServer:
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         # Build the reply to the usual request in advance.
-        self._reply_body(
-            SharedMemoryGrant(RING_LAYOUT, MAX_ARENA_BYTES, words=True), owns=True, has_word=self._has_sync_word
-        )
+        usual = SharedMemoryGrant(RING_LAYOUT, MAX_ARENA_BYTES, words=True)
+        self._reply_body(usual, owns=True, has_word=self._has_sync_word, has_second=False)
         served_ns = time.monotonic_ns()
         if self._may_poll:
             self._poll_until_ns = served_ns + ATTACH_POLL_NS
@@ -343,9 +342,9 @@ class SessionServer:
                 case AttachOrder() as attach if len(fds) == 1:
                     self._session.prepare_connection(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
-                case AttachOrder(guest=guest):
+                case AttachOrder() as attach:
                     # The socket was lost because this process had no descriptor left. Its peer sees it closed.
-                    self._report_attach(guest, is_in=False)
+                    self._report_attach(attach, is_in=False)
                 # The session is over, and another lease may follow, whose pages came with the message: return with
                 # them.
                 case Scrub() if len(fds) == 2:
@@ -388,7 +387,6 @@ class SessionServer:
             case ResizeSliceOrder():
                 regions.resize(message)
                 self._welcome = replace(self._welcome, slice_bytes=self._session.slice_bytes)
-                self._reply_bodies.clear()
             case _:
                 return False
         close_all(fds)
@@ -749,14 +747,15 @@ class SessionServer:
 
     def _attach(self, sock: socket.socket, attach: AttachOrder) -> None:
         sock.setblocking(False)
-        guest = attach.guest
-        connection = AttachedConnection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
+        connection = AttachedConnection(
+            sock, attach.rest, self._session.pinned_buffers, self._spin_policy, attach.guest, attach.second
+        )
         # Drop ended connections first, because they must not make the session look full.
         self._drop_ended()
         failure = self._admission_failure()
         if failure is not None:
             # Report the refusal before the reply, because the peer may try again at once.
-            self._report_attach(guest, is_in=False)
+            self._report_attach(attach, is_in=False)
             with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
                 connection.wire.send(
@@ -775,9 +774,9 @@ class SessionServer:
             self._send_attach_reply(connection, attach)
         except ConnectionLost as error:
             self._drop(connection, error)
-            self._report_attach(guest, is_in=False)
+            self._report_attach(attach, is_in=False)
             return
-        self._report_attach(guest, is_in=True)
+        self._report_attach(attach, is_in=True)
         # Most clients send their first request soon.
         if self._may_poll:
             self._poll_until_ns = time.monotonic_ns() + ORDER_POLL_NS
@@ -811,9 +810,11 @@ class SessionServer:
             )
         return failure
 
-    def _report_attach(self, guest: Guest | None, *, is_in: bool) -> None:
-        """Report whether a socket that the broker passed on is attached. If not, its token may be used again."""
-        report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
+    def _report_attach(self, attach: AttachOrder, *, is_in: bool) -> None:
+        """Report whether a socket that the broker passed on is attached. If not, its tokens may be used again."""
+        mark, second_mark = (None if guest is None else guest.mark for guest in (attach.guest, attach.second))
+        has_token = mark is not None or second_mark is not None
+        report(self._channel, Attached(mark, is_in if has_token else None, second_mark))
 
     def _send_attach_reply(self, connection: AttachedConnection, attach: AttachOrder) -> None:
         """Reply to ATTACH, with the shared memory that the client asks for, where the session can provide it.
@@ -832,8 +833,9 @@ class SessionServer:
         )
         # A client may wait by polling the ring's word only if it is the lease's owner, on this host, and has the
         # session's only connection: native code answers the word without a check.
-        has_word = ring is not None and connection.guest is None and self._has_sync_word
-        body = self._reply_body(memory_grant, owns=attach.owns, has_word=has_word)
+        has_word = ring is not None and not connection.has_token and self._has_sync_word
+        has_second = attach.second is not None
+        body = self._reply_body(memory_grant, owns=attach.owns, has_word=has_word, has_second=has_second)
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
         # Send the descriptors with the frame, in the order in which the options name them.
@@ -860,22 +862,17 @@ class SessionServer:
     def _has_sync_word(self) -> bool:
         return self._max_connections == 1 and self._session.is_native
 
-    def _reply_body(self, memory_grant: SharedMemoryGrant, *, owns: bool, has_word: bool) -> bytes:
-        """Return the body of ATTACH's reply, which is the same for most connections."""
-        key = (memory_grant, owns, has_word)
-        body = self._reply_bodies.get(key)
-        if body is None:
-            session = self._session
-            card = session.compute_capability.to_bytes(2, "big") + session.cuda_version.to_bytes(4, "big")
-            options = (*memory_grant.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
-            if has_word:
-                options += (Tlv(SessionOption.SYNC_WORD, b""),)
-            if owns:
-                options += (Tlv(SessionOption.OWN_MEMORY, b""),)
-            if granule_bytes := session.region_granule_bytes:
-                options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
-            body = self._reply_bodies[key] = build_body(replace(self._welcome, options=options))
-        return body
+    def _reply_body(self, memory_grant: SharedMemoryGrant, *, owns: bool, has_word: bool, has_second: bool) -> bytes:
+        """Return the body of ATTACH's reply."""
+        session = self._session
+        card = session.compute_capability.to_bytes(2, "big") + session.cuda_version.to_bytes(4, "big")
+        has = (
+            (SessionOption.SYNC_WORD, has_word),
+            (SessionOption.OWN_MEMORY, owns),
+            (SessionOption.USE_TOKEN, has_second),
+        )
+        abilities = tuple(option for option, is_there in has if is_there)
+        return _attach_reply_body(self._welcome, memory_grant, card, abilities, session.region_granule_bytes)
 
     def _arena_for(self, connection: AttachedConnection, memory_request: SharedMemoryRequest) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
@@ -963,10 +960,10 @@ class SessionServer:
         if may_hold and self._session.is_away:
             self._hold(connection)
             return
-        if connection.guest is None:
-            self._serve_owner(connection)
+        if connection.has_token:
+            self._serve_by_tokens(connection)
         else:
-            self._serve_guest(connection, connection.guest)
+            self._serve_owner(connection)
         if connection.receive_buffer.is_mid_frame:
             connection.received_at_s = time.monotonic()
         # While a failure is kept, native code does not answer the ring's word.
@@ -977,7 +974,7 @@ class SessionServer:
             self._send_reports()
 
     def _serve_owner(self, connection: AttachedConnection) -> None:
-        """Serve the requests of a connection of the lease's owner.
+        """Serve the requests of a connection of the lease's owner, without a token.
 
         Where possible, skip the parsing of launches and syncs.
         """
@@ -1001,15 +998,33 @@ class SessionServer:
                 if not self._send(connection, reply):
                     break
 
-    def _serve_guest(self, connection: AttachedConnection, guest: Guest) -> None:
-        """Serve the requests of a connection that is bound to a token. Check the token before each."""
-        with self._session.serving(guest):
-            while (frame := connection.receive_buffer.next_frame()) is not None:
-                reply = guest.refuse(frame) or self._session.handle(frame)
-                if reply is not None:
-                    connection.spins_left = self._spins_per_reply
-                    if not self._send(connection, reply):
-                        break
+    def _serve_by_tokens(self, connection: AttachedConnection) -> None:
+        """Serve the requests of a connection with a token. Check the token before each."""
+        session, streams = self._session, connection.streams
+        while (frame := connection.receive_buffer.next_frame()) is not None:
+            # Decide for each request anew, because a USE_TOKEN may be among them.
+            guest = connection.second if streams.uses_second_token else connection.guest
+            # USE_TOKEN is permitted by any token, and also leaves one that has ended.
+            if guest is None or frame.op == _USE_TOKEN:
+                reply = session.handle(frame)
+            else:
+                with session.serving(guest):
+                    reply = guest.refuse(frame) or session.handle(frame)
+                if frame.flags and guest is connection.second:
+                    self._check_second(guest)
+            if reply is not None:
+                connection.spins_left = self._spins_per_reply
+                if not self._send(connection, reply):
+                    break
+
+    def _check_second(self, guest: Guest) -> None:
+        """Raise FramingError if the second token has ended: a quiet request was then skipped.
+
+        Nothing would report that once the connection no longer uses the token.
+        """
+        if not self._session.is_held_by(guest):
+            refusal = refusal_of(Status.DENIED)
+            raise FramingError(refusal.message, refusal.status)
 
     def _report_left(self) -> None:
         """Make the broker read the control page once the last connection has ended."""
@@ -1081,9 +1096,28 @@ class SessionServer:
         connection.wire.close()
 
 
+@lru_cache(maxsize=16)
+def _attach_reply_body(
+    welcome: AttachReply,
+    memory_grant: SharedMemoryGrant,
+    card: bytes,
+    abilities: tuple[SessionOption, ...],
+    granule_bytes: int,
+) -> bytes:
+    """Return the body of ATTACH's reply with all its options.
+
+    Cached, because it is the same for most connections, also of the leases that this process serves one after another.
+    """
+    options = (*memory_grant.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
+    options += tuple(Tlv(ability, b"") for ability in abilities)
+    if granule_bytes:
+        options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
+    return build_body(replace(welcome, options=options))
+
+
 def _why_connection_stays(connection: AttachedConnection) -> str:
     """Return why another process could not serve a connection; "" if one could."""
-    if connection.guest is not None:
+    if connection.has_token:
         return "a client is connected to it with a token"
     if isinstance(connection.wire, RingWire) and connection.wire.fd < 0:
         return "a client has a ring that can't be passed on"

@@ -59,7 +59,7 @@ from gpulease.protocol.operations import SPECS, Trait
 # Plain integers, because looking up an enum's member costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
 _SYNC: Final = int(Opcode.SYNC)
-_SELECT: Final = int(Opcode.STREAM_SELECT)
+_CHOICES: Final = frozenset({int(Opcode.STREAM_SELECT), int(Opcode.USE_TOKEN)})
 _PING: Final = int(Opcode.PING)
 _OPS: Final = int(Counter.OPS)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
@@ -417,12 +417,12 @@ class Session:
         return operation
 
     def _skip(self, frame: Frame) -> None:
-        """Skip a request after a failure, but never a STREAM_SELECT.
+        """Skip a request after a failure, but never a STREAM_SELECT or a USE_TOKEN.
 
-        The requests after the report must go into the stream that the tenant meant them for.
+        The requests after the report must go into the stream, and have the permissions, that the tenant meant.
         """
-        if frame.op == _SELECT and frame.session_id == self.lease_id:
-            self.streams.select_anyway(frame)
+        if frame.op in _CHOICES and frame.session_id == self.lease_id:
+            self.streams.choose_anyway(frame)
 
     # --- failures ---
 

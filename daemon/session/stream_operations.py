@@ -26,7 +26,7 @@ DEFAULT: Final = 0
 
 
 class ConnectionStreams:
-    """The streams of a connection.
+    """The streams of a connection, and the token by which its requests are served.
 
     Attributes:
         known: The driver's stream by the number on the wire.
@@ -34,15 +34,18 @@ class ConnectionStreams:
         events: The driver's event by the number on the wire.
         skipped_by: The failure for which the session last skipped a quiet request of this connection; None once it was
           reported.
+        has_second_token: Whether the connection was attached with a second token.
+        uses_second_token: Whether its requests are served by that token.
     """
 
-    __slots__ = ("events", "known", "selected", "skipped_by")
+    __slots__ = ("events", "has_second_token", "known", "selected", "skipped_by", "uses_second_token")
 
     def __init__(self) -> None:
         self.selected = DEFAULT
         self.known = {DEFAULT: DEFAULT}
         self.events: dict[int, DriverEvent] = {}
         self.skipped_by: Failure | None = None
+        self.has_second_token = self.uses_second_token = False
 
 
 class StreamOperations(OperationHandler):
@@ -161,10 +164,28 @@ class StreamOperations(OperationHandler):
         self._select(stream)
         return empty(frame)
 
-    def select_anyway(self, frame: Frame) -> None:
-        """Serve STREAM_SELECT while the session skips other requests. An invalid one changes nothing."""
+    @serves(Opcode.USE_TOKEN)
+    def use_token(self, frame: Frame) -> bytes:
+        """Serve USE_TOKEN. The connection's next request is checked against the token that this one names."""
+        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        if number > 1 or (number and not self.current.has_second_token):
+            raise Refused(
+                Failure(
+                    Status.INVALID_REQUEST,
+                    f"the connection has no token with the number {number}",
+                    hint="Attach with a second token, and use it by the number 1; 0 is what the connection had before.",
+                )
+            )
+        self.current.uses_second_token = bool(number)
+        return empty(frame)
+
+    def choose_anyway(self, frame: Frame) -> None:
+        """Serve STREAM_SELECT or USE_TOKEN while the session skips other requests. An invalid one changes nothing."""
         try:
-            self.select(frame)
+            if frame.op == Opcode.USE_TOKEN:
+                self.use_token(frame)
+            else:
+                self.select(frame)
         except (BodyError, Refused):
             return
 

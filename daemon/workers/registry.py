@@ -479,11 +479,12 @@ class Workers:
     def _on_parsed(self, worker: Worker, message: FromWorker) -> None:
         lease_id = worker.spec.lease_id
         match message:
-            case Attached(mark, is_in):
+            case Attached(mark, is_in, second_mark):
                 # Never count below zero, because the worker may lie.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
-                if mark is not None:
-                    self._on_guest(lease_id, mark, is_in is True)
+                for token_mark in (mark, second_mark):
+                    if token_mark is not None:
+                        self._on_guest(lease_id, token_mark, is_in is True)
                 self._on_connections(lease_id)
             case LastLeft():
                 self._on_connections(lease_id)

@@ -157,6 +157,41 @@ def test_a_daemon_that_demands_tokens_of_whoever_attaches(
         owner.module_load(image)
 
 
+def test_the_owners_session_is_refused_what_the_grant_does_not_permit_while_it_uses_it(
+    daemon: Daemon, store: SqliteStore
+) -> None:
+    effects = DaemonEffects(store, daemon.address)
+    with effects.acquire(1 << 20, 20) as lease, effects.open(lease, lease.issue(SUBMISSION)) as owner:
+        buffer, other = owner.mem_alloc(4), owner.mem_alloc(4)
+        owner.mem_write(buffer, 0, b"here")
+        guest = effects.use_grant(owner)
+        assert guest is not None
+        for forbidden in (lambda: guest.mem_alloc(4), lambda: guest.mem_read(buffer, 0, 4)):
+            with pytest.raises(Denied, match="MEM_"):
+                forbidden()
+        # A buffer that is dropped now is freed later, because the grant does not permit that either.
+        del other
+        guest.module_load(AFFINE.read_bytes())
+        guest.sync()
+        effects.use_own(owner)
+        assert owner.mem_read(buffer, 0, 4) == b"here"
+
+
+class EarlierDaemon(DaemonEffects):
+    """What an earlier daemon does: it ignores a session's second token."""
+
+    def open(self, lease: GpuLease, grant: Grant | None = None) -> GpuSession:
+        return super().open(lease)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_an_earlier_daemon_gets_a_connection_for_each_step(daemon: Daemon, store: SqliteStore, by_token: bool) -> None:
+    effects = EarlierDaemon(store, daemon.address, by_token=by_token)
+    served = serve_inference_request(effects, NodeAuthority(), request("one"), AFFINE.read_bytes(), KERNEL)
+    assert served.output == OUTPUT
+    assert daemon.query(served.lease_id)["cause"] == "freed"
+
+
 # --- memory of another connection ---
 
 

@@ -34,11 +34,13 @@ from gpulease.protocol.limits import MAX_TOKEN_BYTES
 from gpulease.protocol.messages import (
     Attach,
     AttachReply,
+    Body,
     CapabilityGrant,
     CapabilityIssue,
     CapabilityPresent,
     Data,
     Empty,
+    Handle,
     LeaseRef,
     LeaseRenew,
     LeaseRevoke,
@@ -46,6 +48,7 @@ from gpulease.protocol.messages import (
     MemRead,
     MemWrite,
 )
+from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.primitives import Tlv
 from helpers.daemon import SHORT_LEASES_S, Daemon
 from helpers.kernels import FAULTS, TRANSFORM, check_main_job, start_stray_store
@@ -172,6 +175,112 @@ def test_of_two_who_attach_at_once_with_one_token_one_gets_in(shared: Shared) ->
         token = shared.token()
         answers = list(pool.map(lambda peer: shared.attach(peer, token), (first, second)))
         assert sorted(type(answer).__name__ for answer in answers) == ["AttachReply", "Failure"]
+
+
+def asked(peer: RawPeer, op: Opcode, body: Body) -> Body | Failure:
+    return peer.ask(op, body, peer.session_id)
+
+
+def use(peer: RawPeer, number: int) -> None:
+    peer.quiet(Opcode.USE_TOKEN, Handle(number), peer.session_id)
+
+
+def attached_twice(shared: Shared, peer: RawPeer, *tokens: bytes, first: bytes | None = None) -> object:
+    """Attach as the lease's owner, or with the token `first`, with `tokens` as second tokens."""
+    peer.session_id = shared.lease.lease_id
+    options = [] if first is None else [Tlv(AttachOption.TOKEN, first)]
+    options += [Tlv(AttachOption.SECOND_TOKEN, token) for token in tokens]
+    return peer.ask(Opcode.ATTACH, Attach(tuple(options)), shared.lease.lease_id)
+
+
+def own_token(shared: Shared, permissions: Permission = Permission.TASKLET_SUBMIT, ttl_s: float = 60) -> bytes:
+    return shared.lease.issue(permissions, ttl_secs=ttl_s).token
+
+
+def status_of(answer: object) -> Status:
+    assert isinstance(answer, Failure), answer
+    return answer.status
+
+
+def test_a_second_token_bounds_what_is_sent_between_two_use_tokens(shared: Shared) -> None:
+    with RawPeer(shared.daemon.address).hello() as peer:
+        reply = attached_twice(shared, peer, own_token(shared))
+        assert isinstance(reply, AttachReply)
+        assert SessionOption.USE_TOKEN in [option.type for option in reply.options]
+        assert shared.read(peer) == Data(TEXT)
+        use(peer, 1)
+        assert status_of(shared.read(peer)) is Status.DENIED
+        assert asked(peer, Opcode.SYNC, Empty()) == Empty()
+        # One frame carries the change and the request after it.
+        use(peer, 0)
+        assert shared.read(peer) == Data(TEXT)
+        # A failure that is still to be reported does not keep the second token from applying.
+        peer.quiet(Opcode.MEM_FREE, Handle(12345), peer.session_id)
+        use(peer, 1)
+        assert status_of(asked(peer, Opcode.SYNC, Empty())) is Status.INVALID_HANDLE
+        assert status_of(shared.read(peer)) is Status.DENIED
+        peer.quiet(Opcode.MEM_WRITE, MemWrite(shared.handle, 0, b"x"), peer.session_id)
+        assert peer.goodbye().status is Status.DENIED
+    check_main_job(shared.session)
+
+
+def test_a_guest_may_have_two_tokens_but_not_the_second_alone(shared: Shared) -> None:
+    token = shared.token(Permission.TASKLET_SUBMIT)
+    with shared.guest() as peer:
+        assert status_of(attached_twice(shared, peer, token)) is Status.NOT_FOUND
+        assert isinstance(attached_twice(shared, peer, token, first=shared.token(Permission.MEM_READ)), AttachReply)
+        assert shared.read(peer) == Data(TEXT)
+        use(peer, 1)
+        assert status_of(shared.read(peer)) is Status.DENIED
+        use(peer, 0)
+        assert status_of(asked(peer, Opcode.MEM_ALLOC, MemAlloc(4))) is Status.DENIED
+        assert shared.read(peer) == Data(TEXT)
+
+
+def test_a_second_token_that_fails_a_check_refuses_the_attach(shared: Shared) -> None:
+    good, spent = own_token(shared), own_token(shared)
+    with RawPeer(shared.daemon.address).hello() as first:
+        assert isinstance(attached_twice(shared, first, spent), AttachReply)
+    with shared.daemon.builder().acquire() as other, RawPeer(shared.daemon.address).hello() as peer:
+        for said, tokens, first_token in (
+            ("(token: malformed)", [b""], None),
+            ("(token: foreign audience)", [shared.token()], None),
+            ("(token: replayed nonce)", [spent], None),
+            ("(token: permission missing)", [own_token(shared, Permission.LEASE_QUERY)], None),
+            ("You have no lease", [other.issue(Permission.MEM_READ).token], None),
+            ("at most one token", [good, good], None),
+            ("copies of the same token", [good], good),
+        ):
+            answer = attached_twice(shared, peer, *tokens, first=first_token)
+            assert isinstance(answer, Failure)
+            assert said in answer.message
+        # None of these used up the tokens that were in order.
+        assert isinstance(attached_twice(shared, peer, good), AttachReply)
+        assert status_of(asked(peer, Opcode.USE_TOKEN, Handle(2))) is Status.INVALID_REQUEST
+    with RawPeer(shared.daemon.address).hello() as peer:
+        assert isinstance(peer.attach(shared.lease.lease_id), AttachReply)
+        assert status_of(asked(peer, Opcode.USE_TOKEN, Handle(1))) is Status.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_a_second_token_that_is_revoked_ends_nothing_but_its_own_use(shared: Shared, is_quiet: bool) -> None:
+    token = own_token(shared)
+    with RawPeer(shared.daemon.address).hello() as peer:
+        attached_twice(shared, peer, token)
+        use(peer, 1)
+        assert asked(peer, Opcode.SYNC, Empty()) == Empty()
+        shared.lease.revoke_token(token)
+        wait_until(lambda: isinstance(asked(peer, Opcode.SYNC, Empty()), Failure), "the worker has read it")
+        assert status_of(asked(peer, Opcode.SYNC, Empty())) is Status.DENIED
+        if is_quiet:
+            # The worker skips the request, and could report that to nobody.
+            peer.quiet(Opcode.MODULE_UNLOAD, Handle(1), peer.session_id)
+            assert peer.goodbye().status is Status.DENIED
+            return
+        use(peer, 0)
+        assert shared.read(peer) == Data(TEXT)
+        use(peer, 1)
+        assert status_of(asked(peer, Opcode.SYNC, Empty())) is Status.DENIED
 
 
 def test_who_may_not_use_it(shared: Shared) -> None:

@@ -185,6 +185,7 @@ def peer_of(scene: Scene, draws: Draws) -> Peer:
 
 def attach(peer: Peer, draws: Draws) -> None:
     options = [Tlv(AttachOption.TOKEN, token(peer.scene, draws))] * draws.pick((0, 1, 1, 2))
+    options += [Tlv(AttachOption.SECOND_TOKEN, token(peer.scene, draws))] * draws.pick((0, 0, 0, 1, 2))
     peer.ask(Opcode.ATTACH, m.Attach(tuple(options)), lease(peer.scene, draws))
 
 

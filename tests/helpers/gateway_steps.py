@@ -69,6 +69,10 @@ class Told:
 
         return call
 
+    def _renamed(self, name: str) -> "Told":
+        inner, _, hook, only = self._told
+        return Told(inner, name, hook, only)
+
     def __enter__(self) -> "Told":
         return self
 
@@ -96,9 +100,18 @@ class ToldEffects(DaemonEffects):
         self._hook("acquire")
         return Told(super().acquire(min_vram_bytes, ttl_s), "lease", self._hook, frozenset({"free"}))  # type: ignore[return-value]
 
-    def open(self, lease: GpuLease) -> GpuSession:
+    def open(self, lease: GpuLease, grant: Grant | None = None) -> GpuSession:
         self._hook("open")
-        return Told(super().open(lease), "owner", self._hook, _SESSION)  # type: ignore[return-value]
+        return Told(super().open(lease, grant), "owner", self._hook, _SESSION)  # type: ignore[return-value]
+
+    def use_grant(self, owner: GpuSession) -> GpuSession | None:
+        self._hook("use_grant")
+        guest = super().use_grant(owner)
+        return None if guest is None else owner._renamed("guest")  # type: ignore[attr-defined]
+
+    def use_own(self, owner: GpuSession) -> None:
+        self._hook("use_own")
+        super().use_own(owner)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
         self._hook("attach")

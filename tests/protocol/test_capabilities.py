@@ -65,6 +65,7 @@ PINNED = {
     Opcode.MEM_KEEP: (WRITE, False),
     Opcode.MEM_RESET: (SUBMIT | READ | WRITE, False),
     Opcode.REGION_REFUSED: (SUBMIT | READ | WRITE, True),
+    Opcode.USE_TOKEN: (SUBMIT | READ | WRITE, True),
     Opcode.REGION_SET: (SUBMIT, False),
     Opcode.REGION_SET_FREE: (SUBMIT, False),
     Opcode.REGION_RELEASE: (SUBMIT | READ | WRITE, False),

@@ -75,6 +75,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "MEM_KEPT": 0x0623,
         "MEM_RESET": 0x0624,
         "REGION_REFUSED": 0x0625,
+        "USE_TOKEN": 0x0626,
     }.items()
 
 

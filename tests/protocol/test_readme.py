@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.protocol import Opcode, Status, limits
 from gpulease.protocol import messages as m
-from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.connection_states import TRANSITIONS
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
@@ -112,7 +112,7 @@ def test_nothing_is_described_that_does_not_exist() -> None:
     known = set(DESCRIBED) | {"Empty"} | {op.name for op in Opcode} | {status.name for status in Status}
     said = set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", TEXT))
     known |= set(Permission.__members__) | set(HelloOption.__members__) | set(SessionOption.__members__)
-    known |= set(HelloRequestOption.__members__)
+    known |= set(HelloRequestOption.__members__) | set(AttachOption.__members__)
     known |= set(SubmitOption.__members__)
     known |= set(CallStatus.__members__) | set(CallErrorCode.__members__)
     triggers = {trigger.name for _, trigger in TRANSITIONS}

@@ -394,6 +394,22 @@ def shared_by_token() -> Script:
     return script
 
 
+def second_token() -> Script:
+    script = Script(
+        "A tenant's session is refused a read while it uses its second token, for TASKLET_SUBMIT, and no longer."
+    )
+    script.hello("session")
+    attached = m.AttachReply(SLICE, "cpu", CARD_UUID, (Tlv(SessionOption.USE_TOKEN, b""),))
+    attach = m.Attach((Tlv(AttachOption.SECOND_TOKEN, bytes.fromhex("0802")),))
+    script.call("session", Opcode.ATTACH, attach, attached, LEASE)
+    script.ask("session", Opcode.USE_TOKEN, m.Handle(1), session_id=LEASE, quiet=True)
+    asked = script.ask("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 4), session_id=LEASE)
+    script.refuse("session", asked, Failure(Status.DENIED, "the token does not permit MEM_READ"))
+    script.call("session", Opcode.USE_TOKEN, m.Handle(0), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 4), m.Data(bytes(4)), LEASE)
+    return script
+
+
 def permitted_streams() -> Script:
     script = Script("A token for TASKLET_SUBMIT alone: streams are its holder's to make, memory and graphs are not.")
     script.hello("session")
@@ -540,6 +556,7 @@ SCRIPTS = (
     attach_refused,
     questions,
     shared_by_token,
+    second_token,
     permitted_streams,
     submit,
     typed_submit,

@@ -5,12 +5,13 @@ The order of the steps, and the reasons:
 1. Reserve the request in the store. If it was served before, the store returns its outcome. If another attempt is in
    progress, wait for it; if it does not end in time, refuse.
 2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it, all before any work on the card.
-3. As the lease's owner, copy the input to the card. The grant permits no copies, so only the owner has access to the
-   memory.
+3. As the lease's owner, open the session and copy the input to the card. The grant permits no copies, so only the owner
+   has access to the memory.
 4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
    If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch and wait.
-5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE, so it has only one connection at any time:
-connections of the owner and of the grant alternate, and no other can come in between.)
+5. As the owner again, read the output. (Steps 3 to 5 use one connection, and the grant is its second token: in step 4
+   the worker refuses what the grant does not permit. The lease is SESSION_EXCLUSIVE, so no other connection can come in
+   between. With an older daemon, each of the three steps has its own connection.)
 6. Record the outcome, free the lease with all of its memory, and reply.
 
 A failure before the launch releases the reservation: nothing was done, and the request may be retried. A failure after
@@ -26,9 +27,9 @@ from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, Protocol
 
 from gpulease.client.core.spare_connections import SpareConnections
-from gpulease.client.core.tokens import Grant
+from gpulease.client.core.tokens import Grant, GrantPair
 from gpulease.client.errors import Denied, GpuLeaseError, LeaseExpired
-from gpulease.client.handles import Module
+from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.serve.gateway.gateway_errors import (
     CapabilityRefused,
@@ -47,10 +48,10 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.driver import drive_with_clean_up
+from gpulease.client.sync.driver import drive, drive_with_clean_up
 from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
-from gpulease.protocol import Exclusivity, Waiting
+from gpulease.protocol import Exclusivity, Opcode, Waiting
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission, names_of
 
@@ -126,8 +127,19 @@ class Effects(Protocol):
         """Acquire a SESSION_EXCLUSIVE lease. Raises CapacityExceeded if no room becomes free in time."""
         ...
 
-    def open(self, lease: GpuLease) -> GpuSession:
-        """Open the lease's session as the lease's owner, which may copy."""
+    def open(self, lease: GpuLease, grant: Grant | None = None) -> GpuSession:
+        """Open the lease's session as the lease's owner, which may copy, and which may use the grant later."""
+        ...
+
+    def use_grant(self, owner: GpuSession) -> GpuSession | None:
+        """Return the session, which from now on does only what its grant permits.
+
+        Returns None, and changes nothing, if the daemon is too old for a session with a grant to use later.
+        """
+        ...
+
+    def use_own(self, owner: GpuSession) -> None:
+        """End `use_grant`: the session does what it did before."""
         ...
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
@@ -175,16 +187,27 @@ class DaemonEffects:
         pending, request = builder._acquisition(self._spare)
         return drive_with_clean_up(pending, request, GpuLease)
 
-    def open(self, lease: GpuLease) -> GpuSession:
+    def open(self, lease: GpuLease, grant: Grant | None = None) -> GpuSession:
         # Issue a new grant for each session, because a token opens only one session.
-        return self._session(lease, lease.issue(COPYING, ttl_secs=MAX_TOKEN_S) if self._by_token else None)
+        own = lease.issue(COPYING, ttl_secs=MAX_TOKEN_S) if self._by_token else None
+        return self._session(lease, own if grant is None else GrantPair(own, grant))
+
+    def use_grant(self, owner: GpuSession) -> GpuSession | None:
+        operations = owner._session.operations
+        if Opcode.USE_TOKEN not in operations.attachment.served:
+            return None
+        drive(operations.use_grant(is_second=True))
+        return owner
+
+    def use_own(self, owner: GpuSession) -> None:
+        drive(owner._session.operations.use_grant(is_second=False))
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
         return self._session(lease, grant)
 
-    def _session(self, lease: GpuLease, grant: Grant | None) -> GpuSession:
-        # Use no shared memory: a request opens three sessions with a few operations each. Making and mapping shared
-        # memory would cost both sides more time than it saves, for inputs and outputs of any size.
+    def _session(self, lease: GpuLease, grant: Grant | GrantPair | None) -> GpuSession:
+        # Use no shared memory: a request has a few operations. Making and mapping shared memory would cost both sides
+        # more time than it saves, for inputs and outputs of any size.
         return GpuSession(lease, grant=grant, shared_memory=False)
 
 
@@ -283,19 +306,53 @@ def _serve_on_lease(
     grant = authority.issue(lease, request.audience, request.lease_ttl_secs, request.token_nonce)
     authority.check(grant, lease, request.now_secs)
     # Step 3.
-    memory = _copy_in(effects, request, kernel, lease)
-    # Step 4. Everything that can fail without an effect, such as loading, comes before `start`.
+    with effects.open(lease, grant) as owner:
+        memory = _copy_in(owner, request, kernel)
+        # Step 4. Everything that can fail without an effect, such as loading, comes before `start`.
+        guest = effects.use_grant(owner)
+        if guest is not None:
+            # A module that can't be loaded is not an effect, so the request may be retried with the same id.
+            module = guest.module_load(module_bytes)
+            args = _arguments(kernel, request, memory)
+            # The point of no return is durable in the store before the launch. From here on any failure is the outcome.
+            effects.store.start(reservation)
+            with _recorded_on_failure(effects, reservation):
+                _run(guest, lease, module, kernel, args, request.output_len)
+                # Step 5, and the recording of step 6.
+                effects.use_own(owner)
+                output = _copy_out(owner, request, memory)
+                return _complete(effects, request, reservation, lease, grant, output)
+        # Memory ends with its session unless it is kept, and the grant's session needs it next.
+        if owner.owns_memory:
+            owner.keep(memory.buffer, "request")
+        # The next session must see the copies, so wait for them before this session ends.
+        owner.sync()
+    return _serve_by_connections(effects, authority, request, module_bytes, kernel, reservation, lease, memory)
+
+
+def _serve_by_connections(
+    effects: Effects,
+    authority: Authority,
+    request: InferenceRequest,
+    module_bytes: bytes,
+    kernel: InferenceKernel,
+    reservation: Reservation,
+    lease: GpuLease,
+    memory: "_Memory",
+) -> InferenceResponse:
+    """Do steps 4 to 6 for an older daemon, whose sessions can't use two grants: the grant gets its own session."""
+    # The daemon may have counted the first grant as used although the session's worker is older and has ignored it.
+    grant = authority.issue(lease, request.audience, request.lease_ttl_secs, request.token_nonce)
+    authority.check(grant, lease, request.now_secs)
     with effects.attach(grant, lease) as guest:
-        # A module that can't be loaded is not an effect, so the request may be retried with the same id.
         module = guest.module_load(module_bytes)
         args = _arguments(kernel, request, memory)
-        # The point of no return is durable in the store before the launch. From here on any failure is the outcome.
         effects.store.start(reservation)
         with _recorded_on_failure(effects, reservation):
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, reservation):
-        # Step 5, and the recording of step 6.
-        output = _copy_out(effects, request, lease, memory)
+        with effects.open(lease) as owner:
+            output = _copy_out(owner, request, memory)
         return _complete(effects, request, reservation, lease, grant, output)
 
 
@@ -305,42 +362,35 @@ Memory Accesses")."""
 
 
 class _Memory(NamedTuple):
-    """A request's memory, one kept buffer: the input, then the output, unless the kernel works in place.
+    """A request's memory, one buffer: the input, then the output, unless the kernel works in place.
 
     Attributes:
-        handle: The address of the buffer, and so of the input.
-        size_bytes: The buffer's size.
+        buffer: The buffer, in the session that allocated it.
         output_at: The offset of the output in the buffer.
     """
 
-    handle: int
-    size_bytes: int
+    buffer: Buffer
     output_at: int
 
 
-def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> _Memory:
+def _copy_in(owner: GpuSession, request: InferenceRequest, kernel: InferenceKernel) -> _Memory:
     """Allocate a request's memory, and copy the input in."""
     # Allocate at least 1 byte for the input, because a kernel gets an address even for an empty input.
     input_bytes = max(1, len(request.input))
     output_at = 0 if kernel.is_in_place else -(-input_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     size_bytes = max(input_bytes, output_at + request.output_len)
-    with effects.open(lease) as owner:
-        # The daemon zeroes new memory, so the output never shows another tenant's bytes. Use one buffer for input and
-        # output, because allocating and keeping each buffer takes round trips.
-        memory = owner.mem_alloc(size_bytes)
-        if request.input:
-            owner.mem_write(memory, 0, request.input)
-        if owner.owns_memory:
-            # Memory ends with its session unless it is kept, and the grant's session needs it next.
-            owner.keep(memory, "request")
-        # The next session must see the copies, so wait for them before this session ends.
-        owner.sync()
-        return _Memory(memory.handle, size_bytes, output_at)
+    # The daemon zeroes new memory, so the output never shows another tenant's bytes. Use one buffer for input and
+    # output, because each allocation takes a round trip.
+    buffer = owner.mem_alloc(size_bytes)
+    if request.input:
+        owner.mem_write(buffer, 0, request.input)
+    return _Memory(buffer, output_at)
 
 
 def _arguments(kernel: InferenceKernel, request: InferenceRequest, memory: _Memory) -> KernelArgs:
     # The settings list a kernel's arguments by these names.
-    values = {"in": memory.handle, "out": memory.handle + memory.output_at, "inout": memory.handle}
+    at = memory.buffer.handle
+    values = {"in": at, "out": at + memory.output_at, "inout": at}
     values |= {"input_len": len(request.input), "output_len": request.output_len}
     args = KernelArgs()
     for argument in kernel.arguments:
@@ -365,11 +415,10 @@ def _run(
         ) from error
 
 
-def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memory: _Memory) -> bytes:
-    with effects.open(lease) as owner:
-        # `_copy_in` has kept this buffer for the later sessions.
-        buffer = owner.buffer(memory.handle, memory.size_bytes)
-        return bytes(owner.mem_read(buffer, memory.output_at, request.output_len))
+def _copy_out(owner: GpuSession, request: InferenceRequest, memory: _Memory) -> bytes:
+    # Refer to the buffer by its address, because another session may have allocated it.
+    buffer = owner.buffer(memory.buffer.handle, memory.buffer.size_bytes)
+    return bytes(owner.mem_read(buffer, memory.output_at, request.output_len))
 
 
 def _complete(

@@ -57,6 +57,7 @@ class _Attempt:
     Attributes:
         submit: The submit that waits for the connection; None for an ATTACH.
         guest: The limits of a connection that attaches with a token.
+        second: The limits of its second token, if it has one.
         is_stranger: Whether the peer may be someone other than the lease's tenant. Set before the hand-over.
         wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock; 0.0 before the wait begins.
     """
@@ -64,6 +65,7 @@ class _Attempt:
     request: Request
     submit: SubmitReady | None = None
     guest: Guest | None = None
+    second: Guest | None = None
     is_stranger: bool = True
     wait_until_s: float = 0.0
 
@@ -117,8 +119,11 @@ class AttachHandler:
         except Refused as refused:
             self._refuse(request, refused.failure)
 
-    def check(self, request: Request) -> Guest | None:
-        """Return the limits of a connection that attaches with a token. Raises Refused unless the peer may attach."""
+    def check(self, request: Request) -> tuple[Guest | None, Guest | None]:
+        """Return the limits of a connection's token and of its second token, if it has them.
+
+        Raises Refused unless the peer may attach.
+        """
         # Begin with the checks that cost and reveal least: the peer's rights, then the lease, then the token.
         self._caller.check_peer(request.op)
         lease = self._runtime.table.get(request.session_id)
@@ -127,10 +132,14 @@ class AttachHandler:
             raise Refused(not_found(request.session_id).failure)
         body = request.body
         token = token_of(body.options) if isinstance(body, Attach | GpuSubmit) else None
+        second_token = token_of(body.options, AttachOption.SECOND_TOKEN) if isinstance(body, Attach) else None
+        # A second token does not replace the first: without a token, the peer must be the lease's own tenant.
         if token is None:
             self._check_own(request.session_id, lease)
-            return None
-        return self._tokens.guest(request.session_id, token, SPECS[request.op].needs.permissions)
+        tokens = [value for value in (token, second_token) if value is not None]
+        guests = self._tokens.guests(request.session_id, tokens, SPECS[request.op].needs.permissions)
+        guest = None if token is None else guests.pop(0)
+        return guest, guests[0] if guests else None
 
     def _check_own(self, lease_id: int, lease: LeaseSnapshot | None) -> None:
         # Answer for another tenant's lease as for an unknown one.
@@ -175,7 +184,7 @@ class AttachHandler:
             return
         try:
             # Check again: the lease may have ended, or the token been used, while the replies were being written.
-            attempt.guest = self.check(attempt.request)
+            attempt.guest, attempt.second = self.check(attempt.request)
             if attempt.submit is None and not self._open_session(attempt.request.session_id):
                 self._wait_for_submit(attempt)
                 return
@@ -183,7 +192,7 @@ class AttachHandler:
             self._abandon(attempt)
             self._refuse(attempt.request, refused.failure)
             return
-        # Record the token as used before the hand-over: if the daemon is killed in between, it must not be used again.
+        # Record the tokens as used before the hand-over: if the daemon is killed in between, neither may be used again.
         self._tokens.spend(self._runtime.journal, lambda is_durable: self._attach_spent(attempt, is_durable))
 
     def _open_session(self, lease_id: int) -> bool:
@@ -207,7 +216,7 @@ class AttachHandler:
         loop.call_later(SUBMIT_POLL_S, self._attach, attempt)
 
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
-        """Hand the connection over. If that fails, its token may be used again."""
+        """Hand the connection over. If that fails, its tokens may be used again."""
         # The order tells the worker whether this client may be someone other than the lease's tenant.
         attempt.is_stranger = self._is_stranger(attempt.number)
         worker = self._runtime.workers.worker(attempt.number)
@@ -241,6 +250,7 @@ class AttachHandler:
                 owns=any(option.type == AttachOption.OWN_MEMORY for option in options),
                 client_pid=self._peer.pid,
                 words=memory_request.words,
+                second=attempt.second,
             )
             return self._runtime.workers.attach(attempt.number, fd, message)
 
@@ -289,9 +299,9 @@ class AttachHandler:
             self._connection.serve_next()
 
 
-def token_of(options: tuple[Tlv, ...]) -> bytes | None:
-    """Return the token among the options of ATTACH or GPU_SUBMIT, if any. Raises Refused if there are several."""
-    values = [option.value for option in options if option.type == AttachOption.TOKEN]
+def token_of(options: tuple[Tlv, ...], kind: AttachOption = AttachOption.TOKEN) -> bytes | None:
+    """Return the token of a kind among the options of ATTACH or GPU_SUBMIT. Raises Refused if there are several."""
+    values = [option.value for option in options if option.type == kind]
     if len(values) > 1:
-        raise Refused(Failure(Status.INVALID_REQUEST, "the request must carry at most one token"))
+        raise Refused(Failure(Status.INVALID_REQUEST, "the request must carry at most one token of a kind"))
     return values[0] if values else None

@@ -104,6 +104,32 @@ def test_a_frame_that_is_waited_for_takes_the_others_along(gathered: Pair) -> No
     assert gathered.arrived() == FRAME + b"asking"
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_frame_that_waits_goes_with_the_next_one(
+    pair: Pair, idle: list[CoalescingSocket], is_waited_for: bool
+) -> None:
+    channel = pair.channel
+    assert channel.put_with_next(b"first")
+    assert (pair.arrived(), channel.tail) == (b"", 5)
+    assert channel.push(parts(FRAME)) if is_waited_for else channel.put_whole(FRAME)
+    assert pair.arrived() == b"first" + FRAME
+    assert not idle, "nothing was left to the flusher"
+    # It was for one frame: later ones gather as before.
+    channel.put_whole(FRAME)
+    pair.arrived()
+    assert channel.put_whole(FRAME)
+    assert pair.arrived() == b""
+    assert idle == [channel]
+
+
+def test_a_frame_that_waits_is_sent_when_the_channel_closes_and_after_gathered_ones(gathered: Pair) -> None:
+    assert gathered.channel.put_whole(FRAME)
+    assert gathered.channel.put_with_next(b"second")
+    assert gathered.arrived() == b""
+    gathered.channel.close()
+    assert gathered.arrived() == FRAME + b"second"
+
+
 def test_a_large_frame_comes_behind_the_others(gathered: Pair) -> None:
     large = bytes(range(256)) * 256
     assert gathered.channel.put_whole(FRAME)

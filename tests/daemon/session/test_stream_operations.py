@@ -237,6 +237,26 @@ def test_a_selection_is_never_skipped(rig: Rig, over: str) -> None:
     assert rig.told.selected == (102 if over == "revoked" else 101)
 
 
+def test_use_token_chooses_the_token_of_its_connection_even_while_requests_are_skipped(rig: Rig) -> None:
+    current = rig.session.streams.current
+    assert rig.ask(Opcode.USE_TOKEN, Handle(0)) == Empty()
+    assert rig.refused(Opcode.USE_TOKEN, Handle(1)) is Status.INVALID_REQUEST
+    assert not current.uses_second_token
+    current.has_second_token = True
+    assert rig.refused(Opcode.USE_TOKEN, Handle(2)) is Status.INVALID_REQUEST
+    assert rig.ask(Opcode.USE_TOKEN, Handle(1)) == Empty()
+    assert current.uses_second_token
+    # It is served after a failed quiet request, quietly and as the request whose reply reports the failure.
+    rig.send(Opcode.STREAM_SYNC, Handle(99), quiet=True)
+    rig.send(Opcode.USE_TOKEN, Handle(0), quiet=True)
+    assert not current.uses_second_token
+    assert rig.refused(Opcode.USE_TOKEN, Handle(1)) is Status.INVALID_HANDLE
+    assert current.uses_second_token
+    rig.page.refuse(Status.REVOKED)
+    rig.send(Opcode.USE_TOKEN, Handle(0), quiet=True)
+    assert not current.uses_second_token
+
+
 def test_each_connection_has_its_own_streams(rig: Rig) -> None:
     streams, here = rig.session.streams, rig.session.streams.current
     there = ConnectionStreams()
