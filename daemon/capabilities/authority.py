@@ -1,4 +1,4 @@
-"""The authority that issues tokens and validates presented ones, and its store of used nonces.
+"""The authority that issues tokens and validates them when they are presented, and its store of used nonces.
 
 A token opens one session connection, once: its nonce is remembered as used.
 """
@@ -26,13 +26,13 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_NONCES_PER_LEASE: Final = 256
-"""Maximum number of used tokens of one lease that are remembered at a time. Bounds memory against a tenant that mints
-and attaches in a loop. The count is per lease, so such a tenant locks out only itself.
+"""Maximum number of used tokens of one lease that are remembered at a time, so that a tenant that mints and attaches in
+a loop can't fill memory. The count is per lease, so such a tenant locks out only itself.
 """
 
 MAX_STALE: Final = 64
-"""Maximum number of entries of returned nonces in the heap, in addition to the number of used nonces. Bounds memory
-against a guest that fails to attach again and again: each attempt uses its token and returns it."""
+"""Maximum number of the heap's entries for returned nonces, in addition to the number of used nonces. Without it, a
+guest that fails to attach again and again could fill memory: each attempt uses its token and returns it."""
 
 
 class NonceStore:
@@ -47,16 +47,16 @@ class NonceStore:
         return len(self._ends)
 
     def is_used(self, lease_id: int, nonce: bytes) -> bool:
-        """Whether a token of that lease with this nonce was used."""
+        """Return whether a token of this lease with this nonce was used."""
         return nonce in self._used.get(lease_id, ())
 
     def has_room(self, lease_id: int, now_ms: int) -> bool:
-        """Whether the store can remember another nonce of that lease."""
+        """Return whether the store can remember another nonce of this lease."""
         self._forget(now_ms)
         return len(self._used.get(lease_id, ())) < MAX_NONCES_PER_LEASE
 
     def use(self, lease_id: int, nonce: bytes, expires_ms: int) -> None:
-        """Remember a nonce until no token with it can be valid any more."""
+        """Remember a nonce until no token with it can be valid."""
         used = self._used.setdefault(lease_id, {})
         if nonce not in used:
             used[nonce] = expires_ms
@@ -66,8 +66,8 @@ class NonceStore:
     def give_back(self, lease_id: int, nonce: bytes) -> None:
         """Forget a nonce that was not used after all."""
         used = self._used.get(lease_id, {})
-        # The heap keeps the entry: removing it there would cost a search. It is rebuilt once such entries are the
-        # majority.
+        # The heap keeps the entry, because removing it would cost a search. The heap is rebuilt when most entries are
+        # of this kind.
         if used.pop(nonce, None) is not None:
             self._count -= 1
         if not used:
@@ -85,7 +85,7 @@ class NonceStore:
 
 
 KEY_LIFE_S: Final = 86_400
-"""Seconds for which a key signs. A key that leaks unnoticed is useful for a day."""
+"""Seconds for which a key signs. A key that leaks unnoticed is useful for at most a day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class CapabilityAuthority:
         ring: The keys.
         find_lease: Returns the lease with an id; None unless it is active.
         clock_ns: The monotonic clock, in nanoseconds. All processes share it until the host restarts.
-        unix_s: The wall clock, for holders that narrow a token offline.
+        unix_s: The wall clock, in seconds. Holders that narrow a token offline need it.
         draw: Returns random bytes.
-        save: Saves a changed ring, before the new key signs anything.
+        save: Saves a changed ring. Called before the new key signs anything.
         nonces: The nonces of used tokens.
         revoked: The nonces of revoked tokens.
     """
@@ -155,7 +155,7 @@ class CapabilityAuthority:
         lease = self._lease(request.lease_id)
         # A token never outlives its lease.
         ends_ns = min(now_ns + int(request.ttl_s * NS_PER_S), lease.deadline_ns)
-        # Step 2: choose a nonce. A token with a nonce that was used or revoked for the lease could never be valid.
+        # Step 2: choose a nonce. A nonce that was used or revoked for the lease would make the token invalid.
         nonce = request.nonce_bytes or self._draw(NONCE_BYTES)
         if self._nonces.is_used(request.lease_id, nonce) or self._revoked.is_used(request.lease_id, nonce):
             raise _replayed()
@@ -178,7 +178,7 @@ class CapabilityAuthority:
         return TokenGrant(token, claims, self._public_bytes(key))
 
     def _public_bytes(self, key: Key) -> bytes:
-        # Computed once for each key: it costs as much as a signature.
+        # Compute this once for each key: it costs as much as a signature.
         if self._public is None or self._public[0] != key.number:
             self._public = key.number, bytes(tokens.public_key(key).to_bytes())
         return self._public[1]
@@ -191,17 +191,17 @@ class CapabilityAuthority:
         """
         now_ns = self._clock_ns()
         now_ms = now_ns // NS_PER_MS
-        # First check the signatures: nothing in an unsigned token means anything.
+        # First check the signatures, because without them nothing in the token can be trusted.
         opened = self._recent.open(token, self._ring, now_ns)
         claims = opened.claims
-        # Then check the holder, before the lease: a stolen token reveals nothing about the lease to a thief.
+        # Then check the holder, before the lease, so that a stolen token reveals nothing about the lease to a thief.
         if not secrets.compare_digest(claims.audience, audience):
             raise CapabilityDenied(
                 TokenCheck.AUDIENCE,
                 "the token was issued for another holder, or for another node",
                 "Give the lease's tenant your audience on this node, and ask for a new token.",
             )
-        # A token from before the host's restart may seem to be valid for too long. Refuse it too.
+        # A token from before the host's restart may seem to be valid for too long. Refuse it, too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
             raise CapabilityDenied(TokenCheck.EXPIRED, "the token has expired", "Get a new token.")
         # Check the facts that only the node has: the lease's current state, and the revoked tokens.
@@ -228,7 +228,7 @@ class CapabilityAuthority:
         return claims
 
     def use(self, claims: Claims) -> int:
-        """Mark a token as used; later uses fail with REPLAYED. Returns until when the mark is kept, in monotonic ms."""
+        """Mark a token as used; later uses fail with REPLAYED. Returns until when this is kept, in monotonic ms."""
         # Narrowed copies share the nonce and may expire earlier, so keep it for as long as any copy could be valid.
         latest_ms = self._clock_ns() // NS_PER_MS + MAX_TOKEN_TTL_S * 1000
         self._nonces.use(claims.lease_id, claims.nonce, latest_ms)
@@ -239,7 +239,7 @@ class CapabilityAuthority:
         self._nonces.give_back(claims.lease_id, claims.nonce)
 
     def holds(self, claims: Claims) -> bool:
-        """Whether validated claims are still valid: neither expired nor revoked, the lease active and not renewed."""
+        """Return whether validated claims are still valid: not expired or revoked, the lease active and not renewed."""
         try:
             self._check_lease(claims)
         except CapabilityDenied:
@@ -247,12 +247,12 @@ class CapabilityAuthority:
         return self._clock_ns() < claims.expires_ns and not self._revoked.is_used(claims.lease_id, claims.nonce)
 
     def name(self, token: bytes) -> tuple[int, bytes]:
-        """Return a token's lease and nonce, whether it is valid or not. Raises CapabilityDenied for a foreign token."""
+        """Return a token's lease and nonce, even if it is not valid. Raises CapabilityDenied for a foreign token."""
         claims = self._recent.open(token, self._ring, self._clock_ns()).claims
         return claims.lease_id, claims.nonce
 
     def revoke(self, lease_id: int, nonce: bytes) -> int | None:
-        """Refuse every token of a lease with that nonce. Returns until when, in monotonic ms; None without room."""
+        """Refuse every token of a lease with this nonce. Returns until when, in monotonic ms, or None without room."""
         now_ms = self._clock_ns() // NS_PER_MS
         # A nonce that was already revoked needs no more room.
         if not self._revoked.has_room(lease_id, now_ms) and not self._revoked.is_used(lease_id, nonce):
@@ -269,7 +269,7 @@ class CapabilityAuthority:
 
     def _check_lease(self, claims: Claims) -> None:
         lease = self._lease(claims.lease_id)
-        # An id of another tenant's lease is answered like an unknown id.
+        # Answer the id of another tenant's lease like an unknown id.
         if lease.tenant != claims.tenant:
             raise _no_lease(claims.lease_id)
         if lease.generation != claims.generation:

@@ -12,7 +12,7 @@ from gpulease.protocol.time_units import NS_PER_MS
 
 
 class Demand(Enum):
-    """Requests for which an operator may demand a token, even of a lease's own tenant. Operators need none."""
+    """Requests for which an operator may demand a token, even from a lease's own tenant. Operators need none."""
 
     ALLOC = "alloc"
     RENEW = "renew"
@@ -25,13 +25,13 @@ MAX_TOKEN_TTL_S: Final = 300
 DEFAULT_TOKEN_TTL_S: Final = 60.0
 
 NONCE_BYTES: Final = 16
-"""Length of a nonce. Two random nonces of that length never collide."""
+"""Length of a nonce. Two random nonces of this length never collide."""
 
 _AUDIENCE_DOMAIN: Final = b"gpulease audience 1\0"
 
 
 class TokenCheck(Enum):
-    """The checks of a token, in no order. The value is the name in messages; REQUEST is about issuing one."""
+    """The checks of a token, in no order; REQUEST is about issuing one. The value is the name in messages."""
 
     MALFORMED = "malformed"
     UNKNOWN_KEY = "unknown key"
@@ -66,9 +66,9 @@ class CapabilityRequest:
     Attributes:
         lease_id: The lease; `NODE_LEASE` for a token about the node.
         permissions: The permissions of the token.
-        audience: The holder on the node: `audience_of` the holder's tenant and the node.
+        audience: The holder on the node, as `audience_of` returns it for the holder's tenant.
         ttl_s: The token's life, at most `MAX_TOKEN_TTL_S`; it never outlives the lease.
-        nonce_bytes: The token's nonce; empty to let the authority draw one.
+        nonce_bytes: The token's nonce; if it is empty, the authority draws one.
     """
 
     lease_id: int
@@ -85,7 +85,7 @@ class CapabilityRequest:
 
     def check(self) -> None:
         """Raise CapabilityDenied for an impossible request."""
-        # The authority trusts none of its callers: a request comes from a tenant.
+        # Trust no caller, because the request comes from a tenant.
         if not self.permissions:
             raise _request("no permission was requested", "Request at least one permission.")
         if len(self.audience) != AUDIENCE_BYTES:
@@ -104,13 +104,13 @@ class CapabilityRequest:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """A token's claims, after all its narrowings.
+    """A token's claims, after all of its narrowings.
 
     Attributes:
         lease_id: The lease; `NODE_LEASE` for a token about the node.
         tenant: The lease's tenant.
         generation: The lease's generation when the token was made; a renewal ends the token.
-        permissions: The permissions that are left.
+        permissions: The remaining permissions.
         audience: The holder on the node.
         expires_ms: The token's end, on the node's monotonic clock.
         nonce: The token's nonce.
@@ -146,8 +146,8 @@ class TokenGrant:
 
 def audience_of(node_id: bytes, tenant: str) -> bytes:
     """Return the audience of one tenant on one node. A token for it is of no use to other tenants or on other nodes."""
-    # The lengths are fixed or written before the bytes, so that no two pairs give the same input. The domain keeps the
-    # hash apart from other uses of SHA-256.
+    # The lengths are fixed, or written before the bytes, so that no two pairs give the same input. The domain
+    # distinguishes this hash from other uses of SHA-256.
     return hashlib.sha256(_AUDIENCE_DOMAIN + len(node_id).to_bytes(2, "big") + node_id + tenant.encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""The node's keys and their file. The newest key signs; older keys verify until all their tokens have expired.
+"""The node's keys and their file. The newest key signs; older keys verify until all of their tokens have expired.
 
 The file is text that only the daemon's user may read:
 
@@ -6,8 +6,9 @@ The file is text that only the daemon's user may read:
     boot <the host's boot id>
     key <number> <64 hex digits>
 
-with one line for each key. Each change replaces the whole file (rename(2)), so a crash leaves the old file or the new
-one. Tokens expire by the monotonic clock, which restarts with the host, so keys of an earlier boot verify nothing.
+with one line for each key. Each change replaces the whole file (rename(2)), so a crash leaves either the old file or
+the new one. Tokens expire by the monotonic clock, which restarts with the host, so keys of an earlier boot verify
+nothing.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ KEY_BYTES: Final = 32
 """An Ed25519 private key (RFC 8032, section 5.1.5)."""
 
 NODE_ID_BYTES: Final = 32
-"""The length of a node's id, which distinguishes its audiences from other nodes'."""
+"""The length of a node's id, which distinguishes its audiences from those of other nodes."""
 
 MAX_KEYS: Final = 16
 """Maximum number of keys of one ring. Only a faulty clock or file leads to so many."""
 
 Draw = Callable[[int], bytes]
-"""Returns so many random bytes."""
+"""Returns this many random bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Key:
     """A private key of the node.
 
     Attributes:
-        number: The key's number, which its tokens name; no other key ever gets it.
+        number: The key's number, which its tokens name. No other key ever gets the same number.
         private: The private key.
         retired_ns: The time at which another key replaced it, on the monotonic clock; None for the signing key.
     """
@@ -54,8 +55,8 @@ class KeyRing:
     """The keys by number, and the node's id.
 
     Raises:
-        ValueError: The ring is empty or over `MAX_KEYS`, a key or the id has the wrong length, or a number is there
-            twice.
+        ValueError: The ring is empty or has more than `MAX_KEYS` keys, a key or the id has the wrong length, or a
+            number occurs twice.
     """
 
     def __init__(self, node_id: bytes, keys: list[tuple[int, bytes]], now_ns: int) -> None:
@@ -65,8 +66,8 @@ class KeyRing:
             raise ValueError(f"a key ring must have 1 to {MAX_KEYS} keys, each with a different number")
         self.node_id = node_id
         newest = max(number for number, _ in keys)
-        # The file does not contain the times at which older keys were retired. Counted from now, their tokens still end
-        # in time.
+        # The file does not contain the times at which older keys were retired. If they count as retired now, their
+        # tokens still end in time.
         self._keys = {number: Key(number, key, None if number == newest else now_ns) for number, key in keys}
         self._newest = newest
         self._signs_since_ns = now_ns
@@ -81,7 +82,7 @@ class KeyRing:
         return self._keys[self._newest]
 
     def age_ns(self, now_ns: int) -> int:
-        """Return for how long the newest key has signed, as far as this process can tell."""
+        """Return for how many ns the newest key has signed, as far as this process knows."""
         return now_ns - self._signs_since_ns
 
     def all(self, now_ns: int) -> list[Key]:
@@ -90,16 +91,16 @@ class KeyRing:
         return [self._keys[number] for number in sorted(self._keys)]
 
     def get(self, number: int | None, now_ns: int) -> Key | None:
-        """Return the key with that number, if its tokens can still be valid."""
+        """Return the key with this number, if its tokens can still be valid; otherwise None."""
         self._drop_old(now_ns)
         return None if number is None else self._keys.get(number)
 
     def rotate(self, now_ns: int, draw: Draw = secrets.token_bytes) -> None:
-        """Sign with a new key from now on. The old one verifies until its last token has expired. Raises ValueError."""
+        """Sign with a new key from now on. The old key verifies until its last token has expired. Raises ValueError."""
         self._drop_old(now_ns)
         if len(self._keys) >= MAX_KEYS:
             raise ValueError(f"{MAX_KEYS} keys are already in use, the maximum")
-        # The number only grows: a token that names a key means that one key.
+        # The number only grows, so a token that names a key always means the same key.
         old = self.signing
         self._keys[old.number] = Key(old.number, old.private, now_ns)
         self._newest = old.number + 1
@@ -122,7 +123,8 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 """The id of this boot of the host (random(4))."""
 
 MAX_FILE_BYTES: Final = 4096
-"""Largest key file; the largest ring takes half of that. Stops the daemon from reading a wrong, large file."""
+"""Maximum number of bytes of a key file, twice as many as the largest ring takes. Prevents reading a wrong, large
+file."""
 
 
 class KeyFileBroken(Exception):
@@ -130,9 +132,9 @@ class KeyFileBroken(Exception):
 
 
 def load_or_make(path: Path, now_ns: int) -> KeyRing:
-    """Return the ring in a file; make a new one without a file. Raises KeyFileBroken."""
+    """Return the ring in a file, or make a new ring if there is no file. Raises KeyFileBroken."""
     try:
-        # O_NONBLOCK: opening a FIFO would block forever.
+        # Use O_NONBLOCK, because opening a FIFO would otherwise block forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         ring = KeyRing.fresh(now_ns)
@@ -140,7 +142,7 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
         return ring
     except OSError as error:
         raise KeyFileBroken(f"the key file {path} can't be read: {error.strerror}") from None
-    # Check the descriptor and not the path, which could name another file by now.
+    # Check the descriptor, not the path, which could name another file by now.
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         os.close(fd)
@@ -149,7 +151,8 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
             raise KeyFileBroken(f"the key file {path} must be a file of the daemon's user with mode 0600")
         data = file.read(MAX_FILE_BYTES + 1)
-    # Tokens carry monotonic times, which start again with the host: old keys would accept tokens from before.
+    # Tokens contain monotonic times, which start again with the host, so old keys would accept tokens from before the
+    # restart.
     boot_id, ring = _parse(path, data, now_ns)
     if boot_id != BOOT_ID.read_text().strip():
         ring.replace_all()
@@ -158,8 +161,8 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
 
 
 def save(path: Path, ring: KeyRing, now_ns: int) -> None:
-    """Replace the file with the ring's present keys. Raises KeyFileBroken."""
-    # A new file takes the old one's place in one step, so that a crash leaves one of the two: write, sync, rename, sync
+    """Write the ring's present keys to the file. Raises KeyFileBroken."""
+    # A new file takes the old one's place in one step, so that a crash leaves one of the two. Write, sync, rename, sync
     # the folder.
     lines = [f"node {ring.node_id.hex()}", f"boot {BOOT_ID.read_text().strip()}"]
     lines += [f"key {key.number} {key.private.hex()}" for key in ring.all(now_ns)]
@@ -185,7 +188,7 @@ def save(path: Path, ring: KeyRing, now_ns: int) -> None:
 def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
     foreign = "its lines are not those of a key file"
     try:
-        # The file has two fixed lines, then one for each key. Any other content was not written by this class.
+        # The file has two fixed lines, then one for each key. This module writes no other content.
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
         lines = [line.split() for line in data.decode("ascii").splitlines()]

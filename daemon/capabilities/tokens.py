@@ -1,7 +1,7 @@
 """Tokens as bytes: the only module that imports the Biscuit library.
 
 A holder can append blocks with any program to a token, and the library accepts their signatures. A check that joins
-three lists of facts runs for seconds, and the library checks its time limit between rounds only. So no block is
+three lists of facts runs for seconds, and the library checks its time limit only between rounds. So no block is
 evaluated unless `protocol.capabilities.narrowing_source` could have written it.
 """
 
@@ -28,7 +28,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 
 MAX_BLOCKS: Final = 8
-"""Maximum number of blocks of one token, the daemon's included. Each costs a signature check of about 50 us."""
+"""Maximum number of blocks of one token, including the daemon's. Each costs a signature check of about 50 us."""
 
 EVALUATION_LIMIT: Final = timedelta(seconds=1)
 """The library's default of 1 ms refuses valid tokens on a busy host. An evaluation here takes about 20 us, so only
@@ -38,7 +38,7 @@ MAX_FACTS: Final = 256
 """Maximum number of facts of one evaluation. The daemon's own block has a dozen."""
 
 MAX_ITERATIONS: Final = 8
-"""Maximum number of rounds of one evaluation. Without rules one is enough."""
+"""Maximum number of rounds of one evaluation. Without rules, one is enough."""
 
 _SOURCE: Final = (
     "grant({lease}, {tenant}, {generation}, {audience}, {issued_ms}, {issued_unix_ms}, {expires_ms}, {nonce});"
@@ -58,14 +58,14 @@ class Opened:
 
 
 MAX_RECENT: Final = 256
-"""Maximum number of tokens that `RecentTokens` keeps: 1 MiB at most."""
+"""Maximum number of tokens that `RecentTokens` keeps, at most 1 MiB."""
 
 
 class RecentTokens:
-    """The tokens that were minted or opened last, so that the signatures of each are checked once.
+    """The tokens that were minted or opened last, so that each token's signatures are checked once.
 
-    A signature stays valid for as long as the ring has its key, which `open` checks each time. Everything else about a
-    token is not kept: its caller checks the end, the lease and the use.
+    A signature stays valid for as long as the ring has its key, which `open` checks each time. Nothing else about a
+    token is kept: the caller checks its end, its lease and its use.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class RecentTokens:
 
 
 def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> Biscuit:
-    """Return a signed token with these claims. The times are its issue, by the monotonic and the wall clock."""
+    """Return a signed token with these claims. The times are its time of issue, monotonic and by the wall clock."""
     source = _SOURCE + "".join(f'permit("{name}");' for name in names_of(claims.permissions))
     builder = BiscuitBuilder(
         source,
@@ -123,10 +123,10 @@ def public_key(key: Key) -> PublicKey:
 
 def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     """Check a token's signatures and read it. Raises CapabilityDenied: MALFORMED or UNKNOWN_KEY."""
-    # Check the length before parsing, which takes time in proportion to it.
+    # Check the length before parsing, which takes time in proportion to the length.
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token must have at most {MAX_TOKEN_BYTES} bytes, not {len(token)}")
-    # The library hides the callback's error, so the key, or the number of an unknown key, is recorded here.
+    # The library hides the callback's error, so record the key, or the number of an unknown key, here.
     matches: list[Key] = []
     unknown: list[int | None] = []
 
@@ -158,7 +158,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
 
 def agrees(opened: Opened, now_ms: int, permission: Permission) -> bool:
     """Return whether the token's own checks pass for this permission now, evaluated by the library."""
-    # The daemon's block has facts and no check, so a token without appended blocks has nothing to evaluate.
+    # The daemon's block has facts but no check, so a token without appended blocks has nothing to evaluate.
     if opened.biscuit.block_count() == 1:
         return True
     source = "time({now}); permission({name}); allow if true"
@@ -171,13 +171,13 @@ def agrees(opened: Opened, now_ms: int, permission: Permission) -> bool:
 
 
 def _read(biscuit: Biscuit) -> Claims:
-    # Block 0 is the daemon's. Every other block may only narrow: fewer permissions, an earlier end.
+    # Block 0 is the daemon's. Every other block may only narrow, with fewer permissions or an earlier end.
     count = biscuit.block_count()
     if count > MAX_BLOCKS:
         raise _malformed(f"a token must have at most {MAX_BLOCKS} blocks, not {count}")
     remaining, narrowed_ms = None, None
     for number in range(1, count):
-        # A third party's block would be evaluated with its separate facts.
+        # A third party's block would be evaluated with separate facts.
         if biscuit.block_external_key(number) is not None:
             raise _malformed(f"block {number} is signed by a third party")
         try:
@@ -222,7 +222,7 @@ def _limited(source: str, parameters: dict[str, Any]) -> AuthorizerBuilder:
 
 
 def _private(key: Key) -> PrivateKey:
-    # The stubs also lack the algorithm, without which bytes can't be read as a key.
+    # The stubs lack the algorithm, too, without which bytes can't be read as a key.
     from_bytes: Any = PrivateKey.from_bytes
     algorithm: Any = Algorithm
     result: PrivateKey = from_bytes(key.private, algorithm.Ed25519)

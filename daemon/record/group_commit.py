@@ -1,7 +1,7 @@
 """Group commits for the journal and the audit log: a thread that commits, and replies that wait for it.
 
-The thread takes all queued items and commits them together; during the commit the next group gathers. If the disk
-refuses, nothing is dropped: the thread keeps the group and tries again every second.
+The thread takes all queued items and commits them together. During the commit, the next group gathers. If the disk
+refuses, nothing is dropped: the thread keeps the group, and tries again every second.
 
 `DurableReplies` is the rule "a grant is reported only when it is durable": a grant that can't be made durable in time
 is revoked before its tenant receives it.
@@ -28,39 +28,39 @@ RETRY_S: Final = 1.0
 """Time between two tries to write to a disk that refused."""
 
 STALLED_AFTER_S: Final = 5.0
-"""A commit that lasts longer counts as a disk that does not work."""
+"""If a commit lasts longer, the disk counts as broken."""
 
 STOP_TIMEOUT_S: Final = 5.0
-"""Time for the last group when the daemon stops. Stops a hung disk from keeping the daemon."""
+"""Time for the last group when the daemon stops, so that a hung disk can't keep the daemon from stopping."""
 
 MAX_WAIT_S: Final = float(RECORD_LIMIT_S)
 """Longest time for which a reply is held. A tenant that would have to wait longer is better served elsewhere."""
 
 GATHER_LIMIT_S: Final = 0.002
-"""Longest time for which a busy loop gathers items for one commit. A commit takes as much processor time as 20 further
-items in it."""
+"""Longest time for which a busy loop gathers items for one commit. A commit takes as much processor time as 20 of its
+items."""
 
 Item = TypeVar("Item")
 
 
 class CommitQueue(Generic[Item]):
-    """First in, first out, from the broker's loop to the thread that commits.
+    """A first-in, first-out queue from the broker's loop to the thread that commits.
 
-    After a group of several items, the items that are put in a running loop are gathered while the loop has work: until
-    a turn of the loop puts no further item, for GATHER_LIMIT_S at most. After a single item, the next one is taken at
+    After a group of several items, items that are put in a running loop are gathered while the loop has work: until a
+    turn of the loop puts no further item, but at most for GATHER_LIMIT_S. After a single item, the next one is taken at
     once.
 
     Attributes:
-        accepted: Number of items that were accepted so far, which is the last one's ticket.
+        accepted: Number of items that have been accepted. This is the last item's ticket.
     """
 
     def __init__(self) -> None:
         self.accepted = 0
-        # `put` takes the lock itself: entering the condition would cost it one more call.
+        # `put` takes the lock itself, because entering the condition would cost one more call.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._items: deque[Item] = deque()
-        # Whether several items are likely to come together; whether the committer has to wait for them now.
+        # Whether several items are likely to come together, and whether the committer must wait for them now.
         self._is_busy = True
         self._is_gathering = False
         self._is_closed = False
@@ -81,7 +81,7 @@ class CommitQueue(Generic[Item]):
         if self._is_busy and not self._is_gathering:
             self._gather()
         elif len(self._items) == 1:
-            # The committer sleeps only while the queue is empty, or gathers.
+            # The committer sleeps only while the queue is empty or gathers items.
             self._changed.notify()
 
     def _gather(self) -> None:
@@ -106,8 +106,8 @@ class CommitQueue(Generic[Item]):
     def take(self, most: int, wait_s: float | None) -> list[Item]:
         """Return the oldest items, at most `most`.
 
-        Waits up to `wait_s` seconds for the first ones, without end if it is None. The result is empty if none came, or
-        if the queue is closed and empty.
+        Waits up to `wait_s` seconds for the first item; None means without a limit. The result is empty if none came,
+        or if the queue is closed and empty.
         """
         with self._changed:
             # A single wait suffices: after a spurious wakeup the group is smaller, or empty, and the committer calls
@@ -128,7 +128,7 @@ class CommitQueue(Generic[Item]):
             self._changed.wait_for(lambda: self._is_closed, wait_s)
 
     def close(self) -> None:
-        """Stop all waiting. Items that are queued can still be taken."""
+        """Stop all waiting. Queued items can still be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -145,9 +145,9 @@ class CommitTarget(ABC, Generic[Item]):
         thread_name: Name of the committer's thread.
         work: One commit, in words: "a commit".
         doing: The thread's work, in words, for the log: "writing the journal".
-        max_group: Maximum number of items in one commit, which bounds how long these items wait for each other.
+        max_group: Maximum number of items in one commit, which limits how long these items wait for each other.
         idle_s: Time between two calls of `on_idle` while nothing is queued; None for no such calls.
-        expected: Exceptions that mean a broken disk. Any other is a bug, and is logged as one.
+        expected: Exceptions that mean a broken disk. Any other exception is a bug, and is logged as one.
     """
 
     thread_name: ClassVar[str]
@@ -161,12 +161,12 @@ class CommitTarget(ABC, Generic[Item]):
     def commit(self, group: Sequence[Item]) -> None:
         """Make a group durable, completely and in order.
 
-        After a failure the next call has the same items first. It may have no item at all.
+        After a failure, the next call has the same items first. A group may be empty.
         """
 
     @abstractmethod
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
-        """Handle a failed commit. `is_first`: whether the previous commit succeeded."""
+        """Handle a failed commit. `is_first` tells whether the previous commit succeeded."""
 
     @abstractmethod
     def on_recovery(self) -> None: ...
@@ -176,7 +176,7 @@ class CommitTarget(ABC, Generic[Item]):
         """Release everything, because the committer has stopped."""
 
     def after_commit(self) -> None:
-        """Do work that the group's durability does not have to wait for."""
+        """Do work for which the group's durability need not wait."""
 
     def on_idle(self) -> None: ...
 
@@ -208,7 +208,7 @@ class GroupCommitter(Generic[Item]):
     def commit_first(self) -> None:
         """Make the first commit in the calling thread, before `start`.
 
-        Raises the errors of the target. OSError then counts as a failed commit, which the thread tries again.
+        Raises the target's errors. An OSError then counts as a failed commit, which the thread tries again.
         """
         try:
             self._commit()
@@ -227,13 +227,13 @@ class GroupCommitter(Generic[Item]):
         start_thread(self._thread)
 
     def stop(self) -> bool:
-        """Commit the queued items, close the target, and return whether all of them reached the disk in time.
+        """Commit the queued items, and close the target. Returns whether all items reached the disk in time.
 
         If the committer was never started, this returns True: the daemon did not start, and nothing was reported to any
         client.
         """
         self._queue.close()
-        # Never started: no client waits for an item, so only the files have to be closed.
+        # If the thread was never started, no client waits for an item, so only close the files.
         if self._thread.ident is None:
             self._target.close()
             return True
@@ -256,13 +256,13 @@ class GroupCommitter(Generic[Item]):
             # After a failure, pause before the next try. A daemon that stops does not wait for the pause.
             if self._failure:
                 queue.wait_for_close(RETRY_S)
-            # Read this before the queue is emptied: then every item that was put before the close is taken.
+            # Read this before emptying the queue, so that every item that was put before the close is taken.
             is_last = queue.is_closed
-            # A group that failed stays unchanged and is filled up: its items keep their order and come first.
+            # A group that failed is kept and filled up: its items keep their order, and come first.
             if len(self._group) < target.max_group:
                 self._group += queue.take(target.max_group - len(self._group), 0 if self._failure else target.idle_s)
             self._try_to_commit()
-            # The last round ends when everything is written, or when the disk still refuses: there is no second attempt
+            # The last round ends when everything is written, or when the disk still refuses. There is no second attempt
             # at the exit.
             if is_last and (self._failure or not len(queue)):
                 target.close()
@@ -270,7 +270,7 @@ class GroupCommitter(Generic[Item]):
 
     def _try_to_commit(self) -> None:
         try:
-            # After a failure even an empty group is committed: its success is the only sign that the disk works again.
+            # After a failure, commit even an empty group: its success is the only sign that the disk works again.
             if self._group or self._failure:
                 self._commit()
             else:
@@ -278,8 +278,8 @@ class GroupCommitter(Generic[Item]):
                 self._target.on_idle()
         except Exception as error:
             if not isinstance(error, self._target.expected):
-                # This is a bug of ours. Without this thread nothing would be granted any more, and no log line would
-                # explain it.
+                # This is a bug of ours. Without this thread, nothing more would be granted, and no log line would
+                # explain why.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=self._target.doing)
             self._fail(error)
         finally:
@@ -289,14 +289,14 @@ class GroupCommitter(Generic[Item]):
         self._busy_since_ns = time.monotonic_ns()
         # From here until `_busy_since_ns` changes, `problem` counts how long the disk takes.
         self._target.commit(self._group)
-        # The disk works again. Notify the operator of that before any reply that was held is sent.
+        # The disk works again. Notify the operator before any held reply is sent.
         if self._failure:
             self._target.on_recovery()
             self._failure = ""
         # Tickets are counted, so the durable ticket is the number of items on the disk.
         self.durable += len(self._group)
         self._group.clear()
-        # A slow commit that succeeded is not a problem any more.
+        # A slow commit that succeeded is no longer a problem.
         self._busy_since_ns = time.monotonic_ns()
         # Wake the replies first. Rotating files and similar work can wait.
         self._on_change()
@@ -307,7 +307,7 @@ class GroupCommitter(Generic[Item]):
         try:
             self._target.on_failure(error, problem, is_first=not self._failure)
         finally:
-            # Whatever happens to the thread now, nothing is granted any more.
+            # Whatever happens to the thread now, nothing more is granted.
             self._failure = problem
             self._on_change()
 
@@ -326,8 +326,8 @@ class _Held(NamedTuple):
 class DurableReplies:
     """Holds each reply until everything that it reports is on the disk. Used in one event loop, from `attach` on.
 
-    A reply's callback receives "" once the reply is durable, or the problem, as a clause, if that takes longer than
-    MAX_WAIT_S.
+    A reply's callback receives "" when the reply is durable or, if that takes longer than MAX_WAIT_S, the problem, as a
+    clause.
 
     Args:
         durable: Returns the ticket of the last item that is on the disk.
@@ -339,9 +339,9 @@ class DurableReplies:
         self._problem = problem
         self._loop: asyncio.AbstractEventLoop | None = None
         self._post: Callable[[Event], None] = lambda _: None
-        # In the order of arrival, and so by their times too: no reply overtakes another.
+        # In the order of arrival, and so of their times: no reply overtakes another.
         self._held: deque[_Held] = deque()
-        # In the order of arrival: what waits without a time limit.
+        # The replies that wait without a time limit, in the order of arrival.
         self._lasting: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -351,8 +351,8 @@ class DurableReplies:
         self._post = post
 
     def hold(self, ticket: int, on_done: Callable[[str], None]) -> None:
-        """Call `on_done` once the item with this ticket is durable, or can't be; at once if that is known."""
-        # Three cases are known at once: durable already, impossible now, or before the broker's loop runs.
+        """Call `on_done` when the item with this ticket is durable or can't be; at once if that is known."""
+        # Three cases are known at once: already durable, impossible now, or before the broker's loop runs.
         if self._durable() >= ticket:
             on_done("")
         elif problem := self._problem():
@@ -360,20 +360,20 @@ class DurableReplies:
         elif self._loop is None:
             on_done("the daemon has not begun")
         else:
-            # Otherwise wait, with one timer for all: the first reply in the queue is the first to time out.
+            # Otherwise wait, with one timer for all replies: the first in the queue is the first to time out.
             self._held.append(_Held(ticket, self._loop.time() + MAX_WAIT_S, on_done))
             if self._timer is None:
                 self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
 
     def hold_until_durable(self, ticket: int, do: Callable[[], None]) -> None:
-        """Call `do` once the item with this ticket is durable, however long that takes."""
+        """Call `do` when the item with this ticket is durable, however long that takes."""
         if self._durable() >= ticket:
             do()
         else:
             self._lasting.append(_Held(ticket, math.inf, lambda _: do()))
 
     def refuse(self, granted: Granted | RegionGranted, denial: Denial) -> RequestDenied:
-        """Revoke a grant that can't be made durable. Return the denial that its tenant gets in its place."""
+        """Revoke a grant that can't be made durable. Returns the denial that its tenant gets instead."""
         self._post(RevokeRequested(0, granted.lease.lease_id, denial.message))
         return RequestDenied(granted.request, denial)
 
@@ -384,18 +384,18 @@ class DurableReplies:
                 self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
-        # First send every reply that has its ticket on the disk, in order.
+        # First send, in order, every reply whose ticket is on the disk.
         durable = self._durable()
         for waiting in (self._held, self._lasting):
             while waiting and waiting[0].ticket <= durable:
                 _finish(waiting.popleft(), "")
-        # If nothing can be written now, the others get the problem at once instead of waiting for the time limit.
+        # If nothing can be written now, give the other replies the problem at once, rather than at the time limit.
         if self._held and (problem := self._problem()):
             while self._held:
                 _finish(self._held.popleft(), problem)
 
     def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give up replies that have waited too long, and set the timer to the first of the others."""
+        """Give up replies that have waited too long, and set the timer for the first of the remaining ones."""
         self._timer = None
         # A reply that timed out is refused even if its commit succeeds later: the grant behind it is revoked.
         while self._held and self._held[0].until_s <= loop.time():
@@ -414,5 +414,5 @@ def _finish(batch: _Held, problem: str) -> None:
     try:
         batch.on_done(problem)
     except Exception:
-        # A bug. The others that wait must still get their replies.
+        # This is a bug. All others that wait must still get their replies.
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="reporting an outcome")

@@ -65,14 +65,14 @@ def main() -> None:
 @_json
 def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as_json: bool) -> None:
     """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
-    # The head of a --head option comes from somewhere that the log's writer can't reach, so it is trusted most.
+    # The head in a --head option comes from a place that the log's writer can't reach, so trust it most.
     source = find_log(paths, head_file)
     chain_end = _link(head) if head else (None if source.head is None else source.head.end)
     verifier = Verifier(chain_end)
     for file, offset, line in source.lines():
         verifier.take(file, offset, line)
     verdict = verifier.finish()
-    # Without a head a log that was cut at the end looks whole.
+    # Without a head, a log that was cut at the end looks whole.
     if chain_end is None:
         verdict.notes.append("no head is known, so missing records at the end would not be detected")
     click.echo(indented_json(_verdict_map(verdict)) if as_json else _verdict_text(verdict))
@@ -95,7 +95,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
     """Show records, oldest first. The exit status is 0 only if the files have nothing but records."""
-    # A first pass finds the full id, so that a prefix of two leases is an error and not a mixture of their records.
+    # A first pass finds the full id, so that a prefix of two leases' ids is an error, not a mixture of their records.
     lease_id = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
     def is_wanted(record: AuditRecord) -> bool:
@@ -112,7 +112,7 @@ def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: 
     for record in find_log(paths).records(verifier):
         if is_wanted(record):
             click.echo(text(record))
-    # The files may be a part of the log, so that it is not whole is not an error here.
+    # The files may be only part of the log, so missing records are not an error here.
     if unreadable := verifier.finish().unreadable:
         click.echo(
             f"gpulease audit: {counted(unreadable, 'place has', 'places have')} bytes that are not a record; "
@@ -137,7 +137,7 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool, by_day
         raise click.UsageError("--json and --csv can't be given together")
     source = find_log(paths, head_file)
     verifier = Verifier(None if source.head is None else source.head.end)
-    # One pass: the sums are made while the chain is verified, and are printed even if it is broken.
+    # Make the sums while verifying the chain, in one pass, and print them even if the chain is broken.
     total = UsageSum()
     for record in source.records(verifier):
         total.take(record)
@@ -167,7 +167,7 @@ def head(paths: tuple[Path, ...], head_file: Path | None) -> None:
 
 
 def _lease_named(source: LogSource, digits: str) -> str:
-    """Return the lease id that begins with these digits in a log. Raises UsageError if there is none, or several."""
+    """Return the only lease id in a log with these first digits. Raises UsageError if there is none, or several."""
     if len(digits) == LEASE_ID_DIGITS:
         return digits
     leases = (record.data.get("lease") for record in source.records())

@@ -39,11 +39,11 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 REWRITE_BYTES: Final = 1 << 20
-"""Bytes that `rewrite` holds in memory at a time."""
+"""Maximum number of bytes that `rewrite` has in memory at a time."""
 
 TAIL_BYTES: Final = 4 << 20
-"""Number of bytes of a log's end that are read when the daemon starts: about 8,000 records. A killed daemon can have
-written that many ends of leases only to the log, or only to the journal. Reading them takes a tenth of a second."""
+"""Number of bytes of a log's end that are read when the daemon starts: about 8,000 records. A killed daemon may have
+written this many ends of leases only to the log, or only to the journal. Reading them takes a tenth of a second."""
 
 _KINDS: Final = {kind.value: kind for kind in RecordKind}
 
@@ -65,7 +65,8 @@ class LogSettings:
     Attributes:
         folder: The folder. It is made if its parent exists.
         head_path: The head's file.
-        max_file_bytes: The size at which the next file begins. A file with a single group of records may be larger.
+        max_file_bytes: The size in bytes at which the next file begins. A file with a single group of records may be
+            larger.
         keep_files: Number of files to keep; 0 for all.
     """
 
@@ -93,7 +94,7 @@ class LastRecords:
     """A summary of the last records of a log.
 
     Attributes:
-        kinds: For each lease the kind of the record that says most about its end: END, FENCE, or any other kind.
+        kinds: For each lease, the kind of the record that says most about its end: END, FENCE, or any other kind.
         cut_us: The monotonic time of the last record, if records may be missing after it. None if the daemon stopped
           normally, or if the log has no records or is from another boot of the host.
     """
@@ -108,13 +109,13 @@ def last_records(folder: Path, boot: str) -> LastRecords:
     cut_us = None
     for line in _last_lines(folder):
         with contextlib.suppress(NotARecord, ValueError):
-            # Each record moves the cut. After a STOP, or in another boot, nothing more can have happened.
+            # Each record moves the cut. After a STOP, or in another boot, nothing further can have happened.
             record = read_record(line)
             cut_us = record.mono_us if record.boot == boot and record.kind != RecordKind.STOP else None
             kind, lease = _KINDS.get(record.kind), record.data.get("lease")
             if kind is None or kind.stage is None or not isinstance(lease, str):
                 continue
-            # Keep the latest stage, not the last record: a lease with an END has ended, whatever follows.
+            # Keep the latest stage rather than the last record: a lease with an END has ended, whatever follows.
             if kind.stage >= (kinds.get(lease, kind).stage or LeaseStage.LIVE):
                 kinds[lease] = kind
     return LastRecords(kinds, cut_us)
@@ -138,13 +139,12 @@ def _last_lines(folder: Path) -> list[bytes]:
 def tail_of(data: bytes | mmap.mmap) -> Tail:
     """Find the last complete record in a file's bytes. A record that lacks only its newline is complete."""
     stop = len(data)
-    # Read line by line from the end. Each line is a record, or a piece that a crash left after the last record.
+    # Read line by line, from the end. Each line is a record, or a piece that a crash left after the last record.
     while stop:
         body_end = stop - (data[stop - 1 : stop] == b"\n")
         start = data.rfind(b"\n", 0, body_end) + 1
         with contextlib.suppress(NotARecord):
-            # Take one byte more than a record may have, so that a longer line is refused as too long but not copied
-            # completely.
+            # Take one byte more than a record may have, so that a longer line is refused without copying all of it.
             line = bytes(data[start : min(body_end, start + MAX_RECORD_BYTES + 1)])
             return Tail(ChainEnd(read_record(line).seq, hash_of(line)), stop)
         stop = start
@@ -155,16 +155,16 @@ class AuditLog:
     """An open log. Used by one thread at a time.
 
     Args:
-        chain_end: The last record that the caller knows to have been in the log. The chain continues after it, whatever
-          happened to the files and their head since.
+        chain_end: The last record that, as the caller knows, was in the log. The chain continues after it, whatever has
+            happened to the files and their head since.
 
     Attributes:
         end: The last durable record.
-        findings: Problems that were found when the log was opened and that an auditor must know, as particulars of a
-          record; empty if there are none. "torn": offset, size and hash of the bytes after the last record. "head": why
-          the head can't be read. "unanchored": the number of records after the head. "lost": the first and the last
-          record that are missing. "edited": the record whose hash differs.
-        previous: The head that opening read; None if it could not be read.
+        findings: Problems that were found when the log was opened and that an auditor must know, as a record's
+          particulars; empty if there are none. "torn": offset, size and hash of the bytes after the last record.
+          "head": why the head can't be read. "unanchored": the number of records after the head. "lost": the first and
+          the last record that are missing. "edited": the record whose hash differs.
+        previous: The head that was read at the opening; None if it could not be read.
         attempted: The end of the chain after each record of the last `append`, which may have failed.
 
     Raises:
@@ -192,7 +192,7 @@ class AuditLog:
             raise
 
     def append(self, drafts: Sequence[Draft], alive_us: int) -> None:
-        """Seal records, write them and make them durable. Raises OSError: then `close` the log, and open it again."""
+        """Seal records, write them and make them durable. After an OSError, `close` the log and open it again."""
         self.attempted = []
         self._check_undisturbed()
         # Seal all records first: each has the hash of the one before it.
@@ -202,11 +202,12 @@ class AuditLog:
             lines += (line, b"\n")
             self.attempted.append(end)
         data = b"".join(lines)
-        # Begin a new file only if no line is torn: the record that describes a torn line must be in the same file.
+        # Begin a new file only if no line is torn, because the record that describes a torn line must be in the same
+        # file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
             self._begin_file()
-        # The order matters: first the records, then the sync, then the head. A head that is ahead of its log would mean
-        # that the log was cut.
+        # Keep this order: the records, the sync, the head. A head that is ahead of its log would mean that the log was
+        # cut.
         self._write(data)
         os.fdatasync(self._fd)
         self._separator = b""
@@ -218,7 +219,7 @@ class AuditLog:
         os.pwrite(self._head_fd, head_bytes(Head(self.end, self._boot, alive_us)), 0)
 
     def rewrite(self) -> None:
-        """Write the newest file's bytes again, each in its place. Raises OSError.
+        """Write the newest file's bytes again, in their places. Raises OSError.
 
         After a failed sync the kernel may mark pages as clean that never reached the disk (fsync(2), EIO). If they are
         written again, the next sync includes them.
@@ -237,8 +238,8 @@ class AuditLog:
         if not 0 < self._settings.keep_files < len(self._files):
             return None
         oldest, following = self._files[:2]
-        # The next file's first record has the hash of the oldest file's last record, so the oldest file need not be
-        # read.
+        # The first record of the next file has the hash of the oldest file's last record, so the oldest file need not
+        # be read.
         with following.open("rb") as file:
             line = file.readline(MAX_RECORD_BYTES + 1)
         with contextlib.suppress(NotARecord):
@@ -261,7 +262,7 @@ class AuditLog:
     # --- the end that the last daemon left ---
 
     def _open(self) -> None:
-        # Lock first: nothing may be read while another daemon writes.
+        # Lock first, because nothing may be read while another daemon writes.
         self._lock_folder()
         self._head_fd = _open_file(self._settings.head_path, os.O_RDWR | os.O_CREAT)
         self._files = log_files(self._settings.folder)
@@ -273,19 +274,19 @@ class AuditLog:
             self._begin_file()
 
     def _find_end(self) -> None:
-        # Find the last complete record. The newest file may have none: after a crash right after it was made it is
-        # empty.
+        # Find the last complete record. The newest file may have none, because a crash right after its creation leaves
+        # it empty.
         tail = Tail(ChainEnd(), 0)
         for path in reversed(self._files):
             size = path.stat().st_size
             tail = _tail_of_file(path) if size else tail
-            # Only the newest file may end in a torn line; the others were complete when the next one began.
+            # Only the newest file may end in a torn line. All others were complete when the next file began.
             if path == self._files[-1]:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.end.seq:
                 break
         # Three sources show the end: the file, the head, and the last record that this daemon wrote. Continue after the
-        # latest of the three ends, so that a loss shows.
+        # latest of the three ends, so that a loss is visible.
         self.end = self._compare_with_known_end(self._compare_with_head(tail.end))
 
     def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
@@ -303,7 +304,7 @@ class AuditLog:
                 self.findings["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
 
     def _compare_with_head(self, end: ChainEnd) -> ChainEnd:
-        """Return the end after which the chain continues: the log's or the head's, whichever is further.
+        """Return the end after which the chain continues: the log's or the head's, whichever is later.
 
         If the log is shorter, the gap in the numbers shows that records are lost.
         """
@@ -326,11 +327,11 @@ class AuditLog:
         return head.end
 
     def _compare_with_known_end(self, end: ChainEnd) -> ChainEnd:
-        """Return the end after which the chain continues: `end` or the caller's, whichever is further."""
+        """Return the end after which the chain continues: `end` or the caller's, whichever is later."""
         if end.seq > self._known.seq:
             return end
         if end.seq < self._known.seq:
-            # If the head has shown a first lost record, which is earlier, keep that one.
+            # If the head has shown an earlier lost record, keep that one.
             first = self.findings.get("lost", {"first": end.seq + 1})["first"]
             self.findings["lost"] = {"first": first, "last": self._known.seq}
         elif end.hash != self._known.hash:
@@ -371,7 +372,7 @@ class AuditLog:
     def _write(self, data: bytes) -> None:
         unwritten = memoryview(data)
         while unwritten:
-            # write(2) may write a part, for example when the disk fills up.
+            # write(2) may write only part, for example when the disk fills up.
             written = os.write(self._fd, unwritten)
             self._size += written
             unwritten = unwritten[written:]

@@ -29,19 +29,19 @@ class CannotRead(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
-    """A log's files, oldest first, and its head, None if there is none."""
+    """A log's files, oldest first, and its head, or None without one."""
 
     files: tuple[Path, ...]
     head: Head | None
 
     def lines(self) -> Iterator[tuple[str, int, bytes]]:
-        """Yield file, offset and line with its newline. A line that is longer than any record comes in pieces."""
+        """Yield file, offset and line, with its newline. A line that is longer than any record comes in pieces."""
         for path in self.files:
             offset = 0
             try:
                 with path.open("rb") as file:
-                    # The bound keeps a forged file with one endless line out of memory. The pieces of that line are not
-                    # valid records.
+                    # The bound keeps a forged file with one endless line from filling memory. The pieces of that line
+                    # are not valid records.
                     while line := file.readline(MAX_RECORD_BYTES + 2):
                         yield path.name, offset, line
                         offset += len(line)
@@ -108,7 +108,7 @@ _OWN_COLUMNS: Final = frozenset({"lease", "tenant", "by"})
 def line_of(record: AuditRecord) -> str:
     """Format a record: number, time, kind, tenant, lease and particulars."""
     data = record.data
-    # The most important particulars come first, then the others in the record's order.
+    # Put the most important particulars first, then the others in the record's order.
     party = data.get("tenant", data.get("by", ""))
     names = [name for name in _FIRST if name in data]
     names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]
@@ -150,7 +150,7 @@ def found_text(details: Mapping[str, Any]) -> str:
 
 def usage_table(tenants: Mapping[str, Used]) -> str:
     head = ("tenant", "leases", "lease seconds", "GiB seconds", "GPU seconds", "open")
-    # Names come from the log, which may be forged, so they are cleaned like everything else that is shown.
+    # Names come from the log, which may be forged, so clean them like everything else that is shown.
     rows = [
         (
             clean_text(name),
@@ -190,7 +190,7 @@ def days_map(days: Mapping[DayOfTenant, DayUse]) -> list[dict[str, str | int]]:
 
 
 def days_csv(days: Mapping[DayOfTenant, DayUse]) -> str:
-    """Return the same as CSV (RFC 4180), with a heading, in seconds."""
+    """Return the sums of each day, tenant and card as CSV (RFC 4180), with a heading, in seconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(DAY_COLUMNS)
@@ -201,7 +201,7 @@ def days_csv(days: Mapping[DayOfTenant, DayUse]) -> str:
 
 
 def _cell(text: str) -> str:
-    # A spreadsheet would take a text that begins so for a formula.
+    # A spreadsheet would take a text with such a beginning for a formula.
     cleaned = clean_text(text)
     return f"'{cleaned}" if cleaned.startswith(("=", "+", "-", "@")) else cleaned
 
@@ -223,8 +223,8 @@ def days_table(days: Mapping[DayOfTenant, DayUse]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table. Columns of numbers are flushed right."""
-    # Headings count for a column's width, but not for whether it holds numbers.
+    """Format a table. Columns of numbers are aligned right."""
+    # Headings count for a column's width, but not for whether the column consists of numbers.
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     is_number = [bool(rows) and all(cell.replace(".", "").isdigit() for cell in column[1:]) for column in columns]

@@ -1,4 +1,4 @@
-"""Turns facts of a lease's history into records of the audit log: kinds and particulars. No I/O, no memory."""
+"""Turns facts of a lease's history into records of the audit log: kinds and particulars. No I/O, no state."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -31,13 +31,13 @@ Entry = tuple[RecordKind, Particulars]
 
 
 EXCLUSIVITY_NAMES: Final = {one: one.name.lower() for one in Exclusivity}
-"""Names in records and log lines. Made once, because `name` is computed at each use."""
+"""Names in records and log lines. They are made once, because an enum computes `name` at each use."""
 
 
 def entry_of(fact: Fact) -> Entry | None:
     """Return the kind and the particulars of a fact's record; None if the audit log has no record for it.
 
-    Request 0 is the daemon's own: its outcome has no record, because the records of the lease describe it.
+    Request 0 is the daemon's own. Its outcome has no record, because the lease's records describe it.
     """
     row = fact.kind.row
     if row.audit is None or (row.is_answer and not fact.source.request):
@@ -96,7 +96,7 @@ def _moved(fact: Fact) -> Particulars:
     moved = fact.source
     way = {"way": "host" if moved.why_through_host else "direct", "through_host": clean_text(moved.why_through_host)}
     details = {"from_card": moved.from_uuid} | way | {"moved_bytes": bounded(moved.moved_bytes)}
-    # The time that it has used so far was used on the card that it left.
+    # The lease has used its time so far on the card that it left.
     return _lease(moved.lease) | details | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 
 
@@ -129,9 +129,9 @@ def _park_done(fact: Fact) -> Particulars | None:
 
 
 def _free(fact: Fact) -> Particulars | None:
-    """Record only a free by another than the tenant; the end of the lease records everything else."""
+    """Record only a free by someone other than the tenant. The lease's end records everything else."""
     request = _request_of(fact)
-    # A tenant that frees its own lease is the normal end: END contains it.
+    # If a tenant frees its own lease, that is the normal end, which END contains.
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
     return {"action": "free", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
@@ -161,7 +161,7 @@ def _drain(fact: Fact) -> Particulars:
 
 def _deny(fact: Fact) -> Particulars:
     request, denial = _request_of(fact), fact.source.denial
-    # The message may have a tenant's or a driver's words, so it is cleaned.
+    # The message may contain a tenant's or a driver's words, so clean it.
     details = {"reason": denial.reason.value, "message": clean_text(denial.message)}
     return {"operation": _operation(request), "tenant": request.by} | _request(request) | details
 
@@ -190,7 +190,7 @@ def _over(fact: Fact) -> Particulars | None:
 
 def _end(fact: Fact) -> Particulars | None:
     lease, over_ns = fact.lease, fact.times.over_ns
-    # Both times are cut to microseconds first, so that the difference agrees with the record's own times.
+    # First cut both times to microseconds, so that the difference agrees with the record's own times.
     latency_us = 0 if over_ns is None else fact.now_ns // NS_PER_US - over_ns // NS_PER_US
     return lease and _lease(lease) | _times(fact) | {"latency_us": latency_us} | _use(fact.use) | _why(lease)
 
@@ -201,7 +201,7 @@ def _end_submit(fact: Fact) -> Particulars:
 
 
 def _fence_warm(fact: Fact) -> Particulars:
-    # The only fact about the pool that matters to auditors: bytes that no lease can have.
+    # Only one fact about the pool matters to auditors: bytes that no lease can have.
     return {"card": fact.card, "what": "fenced", "reason": clean_text(fact.source.reason)}
 
 
@@ -245,7 +245,7 @@ if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not No
 
 def _request(request: ReceivedRequest) -> Particulars:
     """Return the lease that a request concerns, and the request's details."""
-    # Texts and numbers of a tenant are cleaned and bounded before they are recorded.
+    # Clean and bound a tenant's texts and numbers before they are recorded.
     match request.event:
         case AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}
@@ -337,7 +337,7 @@ def _use(use: LeaseTimeUse | None) -> Particulars:
 def _times(fact: Fact) -> Particulars:
     granted_ns, over_ns = fact.times.granted_ns, fact.times.over_ns
     return {
-        # None for a lease that an earlier daemon granted: that daemon's record has the time.
+        # None for a lease that an earlier daemon granted, whose record has the time.
         "granted_us": None if granted_ns is None else granted_ns // NS_PER_US,
         "over_us": (fact.now_ns if over_ns is None else over_ns) // NS_PER_US,
     }

@@ -1,7 +1,7 @@
 """Writes records to the audit log in a thread, from a bounded queue.
 
-If a write fails, the thread tries to open the log again every second. It then finds out which records reached the disk
-nevertheless, writes a `resume` record that describes the failure, and continues.
+If a write fails, the thread tries to open the log again every second. When it succeeds, it finds out which records
+reached the disk nevertheless, writes a `resume` record that describes the failure, and continues.
 """
 
 import time
@@ -17,17 +17,18 @@ from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, Group
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
 BEAT_S: Final = 1.0
-"""Seconds between two writes of the head while nothing happens. The log shows to this precision when a daemon died."""
+"""Seconds between two writes of the head while nothing happens. With this precision, the log shows when a daemon
+died."""
 
 
 class AuditWriter:
     """Writes a log in a separate thread, from `start` to `stop`.
 
     Args:
-        open_log: Opens the log, given the last record that is known to be in it; called again after every failure.
+        open_log: Opens the log, given the last record that is known to be in it. Called again after every failure.
           Raises OSError or FolderInUse.
         start_fields: The particulars of the daemon's `start` record.
-        on_change: Called in the thread whenever records became durable, and when they can't be written any more.
+        on_change: Called in the thread whenever records became durable, and when they can no longer be written.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class AuditWriter:
     def start(self, *, must_work: bool) -> None:
         """Open the log, record that the daemon starts, and start the thread.
 
-        Raises FolderInUse, NoThread, or OSError if the log can't be written although it must be.
+        Raises FolderInUse, NoThread, or OSError if the log must work but can't be written.
         """
         # Write before the thread runs, so that a daemon that must have its log fails at its start, with the reason.
         try:
@@ -52,7 +53,7 @@ class AuditWriter:
         self._committer.start(self._on_change)
 
     def put(self, kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> int:
-        """Queue a record of a present event. Return its ticket, 0 if the queue is full. Never waits for the disk."""
+        """Queue a record of a present event. Returns its ticket; 0 if the queue is full. Never waits for the disk."""
         return self._committer.put(draft_of(kind, data, now_ns))
 
     @property
@@ -73,30 +74,30 @@ class AuditWriter:
         return {"waiting": len(self._queue), "durable": self.durable, "dropped": self._queue.dropped}
 
     def stop(self, data: dict[str, Any]) -> bool:
-        """Write the queued records, and one about the stop. Return whether all of it reached the disk in time."""
+        """Write the queued records and one about the stop. Returns whether all of them reached the disk in time."""
         last = self.put(RecordKind.STOP, data)
         self._committer.stop()
         return self.is_durable(last)
 
 
 def draft_of(kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> Draft:
-    """Make a record of a present event; `now_ns` is the monotonic time, if the caller has it already."""
+    """Make a record of a present event. `now_ns` is the monotonic time, if the caller already has it."""
     return Draft(kind, data, time.time_ns() // NS_PER_US, (now_ns or time.monotonic_ns()) // NS_PER_US)
 
 
 MAX_QUEUED: Final = 32_768
-"""Maximum number of queued records, about 30 MB. Stops a hung disk from using up the broker's memory."""
+"""Maximum number of queued records, about 30 MB, so that a hung disk can't use up the broker's memory."""
 
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
-"""Maximum number of queued records at which a minor record, which tenants can cause at will, is still accepted. The
-rest of the room is for grants and ends."""
+"""Maximum number of queued records while minor records, which tenants can cause at will, are still accepted. The rest
+of the room is for grants and ends."""
 
 
 class RecordQueue(CommitQueue[Draft]):
     """A bounded queue. Records that find no room are counted, and the count becomes a record in their place.
 
     Attributes:
-        accepted: Number of records accepted so far, including those about gaps. This is the last record's ticket.
+        accepted: Number of records accepted so far, including records about gaps. This is the last record's ticket.
         dropped: Number of records that found no room.
     """
 
@@ -108,7 +109,8 @@ class RecordQueue(CommitQueue[Draft]):
     def put(self, item: Draft) -> int:
         """Queue a record and return its ticket, 0 if the queue is full. Never waits for the disk."""
         with self._lock:
-            # Minor records may use half the room: a tenant that causes very many can't displace a grant or an end.
+            # Minor records may use only half the room, so a tenant that causes very many can't displace a grant or an
+            # end.
             if len(self._items) >= (MAX_QUEUED_MINOR if item.kind.is_minor else MAX_QUEUED):
                 self._drop(item)
                 return 0
@@ -116,8 +118,7 @@ class RecordQueue(CommitQueue[Draft]):
             return self.accepted
 
     def _on_taken(self, taken: list[Draft]) -> None:
-        # The record about the gap has left the queue with its present counts. The next dropped record begins another
-        # gap.
+        # The gap's record has left the queue with its present counts. The next dropped record begins another gap.
         if self._gap is not None and any(draft is self._gap for draft in taken):
             self._gap = None
 
@@ -138,7 +139,7 @@ class RecordQueue(CommitQueue[Draft]):
 
 
 class _LogTarget(CommitTarget[Draft]):
-    """The open log, and the values needed to open it again."""
+    """The open log, and the values that are needed to open it again."""
 
     thread_name = "gpulease-audit"
     work = "a write"
@@ -156,7 +157,7 @@ class _LogTarget(CommitTarget[Draft]):
         self._is_begun = False
         self._opening: Draft | None = None
         self._attempted: list[ChainEnd] = []
-        # Number of records of the group that are already in the log, though not synced.
+        # Number of records of the group that are already in the log, but not synced.
         self._written = 0
         self._problem = ""
         self._failed_us = 0
@@ -167,8 +168,8 @@ class _LogTarget(CommitTarget[Draft]):
         # Step 1: after a failure, open the log again and find out what reached the disk.
         log = self._log or self._open()
         before = log.end
-        # Step 2: collect the START or RESUME record, if one is due, and the records of the group that are not in the
-        # log yet.
+        # Step 2: collect the START or RESUME record, if one is due, and the group's records that are not yet in the
+        # log.
         drafts = [*([] if self._opening is None else [self._opening]), *group[self._written :]]
         # Step 3: append. If it fails, the next try compares the file's end with `attempted`.
         try:
@@ -184,8 +185,8 @@ class _LogTarget(CommitTarget[Draft]):
         self._opening, self._attempted, self._written = None, [], 0
 
     def after_commit(self) -> None:
-        # Dropped records are reported here, not when they are dropped: a full queue means that the disk is slow, and
-        # log lines would make it slower.
+        # Report dropped records here, not when they are dropped: a full queue means that the disk is slow, and log
+        # lines would make it slower.
         if self._queue.dropped > self._logged_dropped:
             log_event(LogEvent.AUDIT_DROPPED, count=self._queue.dropped)
             self._logged_dropped = self._queue.dropped
@@ -205,12 +206,12 @@ class _LogTarget(CommitTarget[Draft]):
             self._sync_head(log)
 
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
-        # The RESUME record has the time of the first failure, since which records may be missing.
+        # The RESUME record has the time of the first failure, after which records may be missing.
         if is_first:
             self._failed_us = time.monotonic_ns() // NS_PER_US
             log_event(LogEvent.AUDIT_FAILING, reason=str(error))
         self._problem = problem
-        # The descriptors may be in any state after a failed write; only reading the file again is reliable.
+        # After a failed write, the descriptors may be in any state. Only reading the file again is reliable.
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -231,19 +232,19 @@ class _LogTarget(CommitTarget[Draft]):
         self._log = None
 
     def _sync_head(self, log: AuditLog) -> None:
-        # At most one sync of the head each BEAT_S: it anchors the log, but no reply waits for it.
+        # Sync the head at most once each BEAT_S: it anchors the log, but no reply waits for it.
         now_ns = time.monotonic_ns()
         if now_ns - self._head_synced_ns >= BEAT_S * NS_PER_S:
             log.sync_head()
             self._head_synced_ns = now_ns
 
     def _open(self) -> AuditLog:
-        # Read the end of the file. It may be the end of any record of the append that failed.
+        # Read the end of the file, which may be the end of any record of the append that failed.
         log = self._log = self._open_log(self._known)
         if log.end in self._attempted:
-            # The append that failed reached the file, partly or completely: those records only need a sync.
+            # The append that failed reached the file, partly or completely. The records in the file need only a sync.
             written_count = self._attempted.index(log.end) + 1
-            # The first of the attempted records was the START or RESUME, which is not part of the group.
+            # The first attempted record was the START or RESUME, which is not part of the group.
             if self._opening is not None:
                 self._is_begun = True
                 written_count -= 1

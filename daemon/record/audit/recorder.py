@@ -1,4 +1,4 @@
-"""Takes the broker's records for the audit log, limits repeated ones, and holds grants until they are durable.
+"""Takes the broker's records for the audit log, limits repeated records, and holds grants until they are durable.
 
 This module does not influence the lease table, with one exception: where the operator requires the log, a grant that
 can't be recorded in time is revoked before its tenant receives it.
@@ -31,7 +31,7 @@ OnNoteRecorded = Callable[[Denial | None], None]
 
 
 class FactRecorder:
-    """The base of all fact recorders. By itself, as in a daemon without an audit log, it records and holds nothing."""
+    """The base of all fact recorders. By itself, without an audit log, it records nothing and holds nothing."""
 
     @property
     def keeps_records(self) -> bool:
@@ -51,19 +51,19 @@ class FactRecorder:
         """Record that a connection was handed to a lease's worker."""
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """Record that `by` got a token, about a lease of `tenant` or, if it names none, about the node.
+        """Record that `by` got a token, for a lease of `tenant` or, if the token names no lease, for the node.
 
         `audience` is the tenant that may use it, if that tenant is known here.
         """
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
-        """Record that `by` revoked the token of that nonce. `lease_id` is 0 if it concerns the node."""
+        """Record that `by` revoked the token with this nonce. `lease_id` is 0 if the token concerns the node."""
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """Record a request that was refused before it reached the lease table. `lease_id` is 0 if it named none."""
 
     def reloaded(self, config: str) -> None:
-        """Record that the settings were read again. `config` is the digest of the new ones."""
+        """Record that the settings were read again. `config` is the digest of the new settings."""
 
     def denial(self) -> Denial | None:
         """Return why no lease can be granted now, if the log is the reason."""
@@ -78,13 +78,13 @@ class FactRecorder:
         return None
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` with a grant once it may be reported to its tenant, or with a `RequestDenied` instead."""
+        """Call `on_outcome` with a grant when it may be reported to its tenant, or with a `RequestDenied` instead."""
         on_outcome(granted)
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
         """Record a tenant's note about its lease.
 
-        `on_noted` gets None once the note is durable, or why it never will be.
+        `on_noted` gets None when the note is durable, or the reason why it never will be.
         """
         on_noted(NO_AUDIT_LOG)
 
@@ -97,8 +97,7 @@ class LogRecorder(FactRecorder):
     Args:
         is_required: Whether a grant is reported only when its record is durable.
         last: The last records of the log. They show which ends are missing: an earlier daemon may have been killed
-          after it wrote an end to its journal and before it wrote it to the log, or between the two writes in the
-          opposite order.
+            after it wrote an end to its journal and before it wrote the same end to the log, or the other way round.
     """
 
     def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
@@ -131,7 +130,7 @@ class LogRecorder(FactRecorder):
         self._replies.attach(post)
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """Record an entry. A bug here must not delay effects, so its exception is only logged."""
+        """Record an entry. A bug here must not delay effects, so an exception is only logged."""
         try:
             self._record(entry, now_ns)
         except Exception:
@@ -141,11 +140,11 @@ class LogRecorder(FactRecorder):
         """Return the leases whose ends are not in the log, oldest end first.
 
         Records and tombstones are in chronological order, except those of earlier boots. So if the last records do not
-        name a lease at all, its end is missing only if it came after them.
+        name a lease at all, the lease's end is missing only if it came after them.
         """
         lease_ids = []
         cut_us = self._last.cut_us
-        # Go from the newest end to the oldest. Once an end is older than the log's last record, the log was complete at
+        # Go from the newest end to the oldest. When an end is older than the log's last record, the log was complete at
         # that time, so older leases that it does not name need no record.
         for lease in reversed(tombstones):
             if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
@@ -195,10 +194,10 @@ class LogRecorder(FactRecorder):
         return None if self._writer is None else self._writer.figures()
 
     async def stop(self) -> None:
-        """Write the records that are queued, and close the log. The lease table must cause no more records."""
+        """Write the queued records, and close the log. The lease table must cause no more records."""
         if self._writer is None:
             return
-        # The STOP record has the counts of omitted records that no later record of a tenant can report.
+        # The STOP record has the counts of omitted records, because no later record of a tenant can report them.
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
@@ -208,10 +207,10 @@ class LogRecorder(FactRecorder):
         if self._writer is None:
             return
         kind, data = entry
-        # The earlier daemon recorded this end; the present daemon only found it in the journal again.
+        # An earlier daemon recorded this end. This daemon only found it in the journal again.
         if kind is RecordKind.END and self._last.kinds.get(data["lease"]) is RecordKind.END:
             return
-        # Minor records cost the tenant's budget. The next record that fits reports how many were left out.
+        # Minor records are charged to the tenant's budget. The next record that fits reports how many were left out.
         if kind.is_minor:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
             if omitted is None:
@@ -219,7 +218,7 @@ class LogRecorder(FactRecorder):
             if omitted:
                 data = data | {"omitted": omitted}
         ticket = self._writer.put(kind, data, now_ns)
-        # The ticket waits for `answer`, which follows as the grant's effect. A lease that ends first needs none.
+        # Keep the ticket for `answer`, which follows as the grant's effect. A lease that ends first needs no ticket.
         if kind is RecordKind.GRANT and self._is_required:
             self._tickets[int(data["lease"], 16)] = ticket
         elif self._tickets and kind in ENDS:
@@ -228,7 +227,7 @@ class LogRecorder(FactRecorder):
     # --- notes ---
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
-        # Only canonical values are recorded. The note's bytes are the tenant's, so everything about them is checked.
+        # Only canonical values are recorded. The note's bytes come from the tenant, so check everything about them.
         try:
             value = value_of(note, NOTE_DEPTH)
         except NotCanonical as error:
@@ -242,7 +241,7 @@ class LogRecorder(FactRecorder):
             self._put_note({"lease": lease_text(lease_id), "tenant": tenant, "note": value}, on_noted)
 
     def _note_denial(self, tenant: str, size_bytes: int) -> Denial | None:
-        # First check the problems that concern all tenants, then those of this tenant.
+        # First check the problems that concern all tenants, then this tenant's problems.
         if problem := self.problem():
             return note_not_recorded(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
@@ -288,7 +287,7 @@ class LogRecorder(FactRecorder):
         if not problem:
             on_outcome(granted)
             return
-        # The grant's record may still reach the disk. The denial's record says that its tenant never got the lease.
+        # The grant's record may still reach the disk. The denial's record shows that the tenant never got the lease.
         denial = not_recorded(problem)
         lease = granted.lease
         operation = "region_open" if isinstance(granted, RegionGranted) else "acquire"
@@ -298,15 +297,15 @@ class LogRecorder(FactRecorder):
 
 
 BURST_RECORDS: Final = 600
-"""Maximum number of minor records of one tenant at once, before any is omitted: more than an honest tenant causes in
+"""Maximum number of minor records of one tenant at once before any is omitted, more than an honest tenant causes in
 minutes."""
 
 RECORDS_PER_S: Final = 1
 """Maximum number of minor records of one tenant per second after that: 30 MB a day for a tenant that is only denied."""
 
 NOTE_BYTES_PER_S: Final = 1 << 20
-"""Maximum number of bytes of one tenant's notes per second, for example 500 notes of 1.5 KB. Stops a tenant from
-filling the disk in minutes."""
+"""Maximum number of bytes of one tenant's notes per second, for example 500 notes of 1.5 KB, so that a tenant can't
+fill the disk in minutes."""
 
 NOTE_BURST_BYTES: Final = 8 << 20
 """Maximum number of bytes of one tenant's notes in a burst, for example notes that a server kept while the daemon was
@@ -314,8 +313,8 @@ not running.
 """
 
 NOTE_FRAME_BYTES: Final = 512
-"""Number of bytes that count for each note in addition to its own, for the record around it. So many small notes are
-bounded too."""
+"""Number of bytes that count for each note in addition to its own, for the record around it. So the number of small
+notes is limited, too."""
 
 NOTE_DEPTH: Final = 2
 """Number of objects that contain the note in its record."""
@@ -325,14 +324,14 @@ MAX_NOTES_WAITING: Final = 4096
 repeatable records."""
 
 MAX_TENANTS: Final = 4096
-"""Maximum number of tenants with separate budgets; more than a host has users. The others share one budget."""
+"""Maximum number of tenants with separate budgets, more than a host has users. All other tenants share one budget."""
 
 
 class Budgets:
     """A budget for each tenant.
 
     Args:
-        burst: The amount that a tenant may spend at once; None: BURST_RECORDS.
+        burst: The amount that a tenant may spend at once; None for BURST_RECORDS.
         per_s: The amount that it regains per second.
     """
 
@@ -344,7 +343,7 @@ class Budgets:
     def spend(self, tenant: str, now_ns: int, cost: int = 1) -> int | None:
         """Take a record's cost from a tenant's budget.
 
-        Returns how many were omitted since the last one, or None if this one must be omitted too.
+        Returns how many records were omitted since the last one, or None if this one must be omitted, too.
         """
         budget = self._budgets.get(tenant)
         # Tenants beyond MAX_TENANTS share the budget of the name "".
@@ -355,7 +354,7 @@ class Budgets:
         return budget.spend(now_ns, cost)
 
     def take_omitted(self) -> dict[str, int]:
-        """Return how many were omitted and not reported yet, by tenant, and start counting from 0 again."""
+        """Return, by tenant, how many records were omitted and not yet reported, and count from 0 again."""
         omitted = {tenant: budget.omitted for tenant, budget in self._budgets.items() if budget.omitted}
         for budget in self._budgets.values():
             budget.omitted = 0

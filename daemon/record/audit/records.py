@@ -1,6 +1,6 @@
 """Audit records: canonical bytes (the subset of RFC 8785, JCS, in the package's docstring), lines, chain and head.
 
-Each line holds the SHA-256 of the one before it.
+Each line contains the SHA-256 of the previous line.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MAX_INTEGER: Final = 2**53 - 1
 """The largest integer (RFC 8785, section 3.2.2.3): readers that store numbers as doubles would change a larger one."""
 
 MAX_DEPTH: Final = 8
-"""Maximum nesting of objects and arrays. Stops a forged record from exhausting its reader's stack."""
+"""Maximum nesting of objects and arrays, so that a forged record can't exhaust its reader's stack."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_]+")
 _encode: Final = compact_encoder(sorts_keys=True)
@@ -31,7 +31,7 @@ class NotCanonical(ValueError):
 
 
 def canonical_bytes(value: Any, depth: int = 0) -> bytes:
-    """Encode a value. Equal values have equal bytes. `depth`: objects around the value. Raises NotCanonical."""
+    """Encode a value, with `depth` objects around it. Equal values have equal bytes. Raises NotCanonical."""
     _check(value, MAX_DEPTH - depth)
     try:
         return _encode(value)
@@ -40,9 +40,9 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
 
 
 def value_of(data: bytes, depth: int = 0) -> Any:
-    """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for any others, even JSON."""
+    """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for others, even valid JSON."""
     try:
-        # Parse any JSON without floats, then encode it again: only canonical bytes survive that unchanged.
+        # Parse any JSON without floats, then encode it again. Only canonical bytes survive this unchanged.
         value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
         raise NotCanonical(f"it is not JSON: {error}" if not isinstance(error, NotCanonical) else str(error)) from None
@@ -59,7 +59,7 @@ def _check(value: Any, depth: int) -> None:
     """Raise NotCanonical for a value without canonical form. A call for each scalar would take twice as long."""
     kind = type(value)
     if kind is dict:
-        # Records of a kind have the same keys, so most were checked before; a tenant's note may have any.
+        # Records of one kind have the same keys, so most keys were checked before. A tenant's note may have any keys.
         if len(value) <= MAX_CHECKED_KEYS:
             _check_keys(tuple(value))
         else:
@@ -69,7 +69,7 @@ def _check(value: Any, depth: int) -> None:
     elif kind in (list, tuple):
         items = value
     else:
-        # A scalar at the top is checked as the only item of a list that does not count.
+        # Check a scalar at the top as the only item of a list that does not count.
         items, depth = (value,), depth + 1
     if depth == 0:
         raise NotCanonical(f"objects and arrays are more than {MAX_DEPTH} deep")
@@ -87,7 +87,7 @@ def _check(value: Any, depth: int) -> None:
 
 
 MAX_CHECKED_KEYS: Final = 32
-"""Maximum number of keys of an object that are checked, and remembered, together."""
+"""Maximum number of an object's keys that are checked and remembered together."""
 
 
 @lru_cache(maxsize=256)
@@ -106,13 +106,14 @@ FORMAT: Final = 1
 """The format's number, in every `start` record."""
 
 MAX_RECORD_BYTES: Final = 32 << 10
-"""Maximum number of bytes of one line. A record has a few hundred. Bounds the memory of a forged log's reader."""
+"""Maximum number of bytes of one line, which bounds the memory that a forged log takes. A record has a few hundred."""
 
 MAX_TEXT_CHARS: Final = 512
-"""Maximum number of characters of a text from a tenant, a kernel or a driver. Stops them from filling a record."""
+"""Maximum number of characters of a text from a tenant, a kernel or a driver, so that it can't fill a record."""
 
 HEAD_BYTES: Final = 256
-"""The size of the head's file: one write in place, less than a sector. A crash leaves the old head or the new one."""
+"""The size of the head's file: less than a sector, and one write in place. A crash leaves the old head or the new
+one."""
 
 NO_HASH: Final = "0" * 64
 
@@ -134,8 +135,8 @@ class RecordKind(StrEnum):
     """The kinds of records.
 
     Attributes:
-        is_minor: Whether a tenant can cause as many as it likes. Such records are bounded, and dropped first.
-        stage: The stage of the record's lease after it; None if it does not show that.
+        is_minor: Whether a tenant can cause as many such records as it likes. They are bounded, and dropped first.
+        stage: The stage of the lease after the record; None if the record does not show it.
     """
 
     is_minor: bool
@@ -224,7 +225,7 @@ class ChainEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head, kept apart from the log: the log's end, and the last time at which its daemon was known to live."""
+    """The head, kept apart from the log: the log's end, and the last time when its daemon was known to live."""
 
     end: ChainEnd
     boot: str
@@ -239,10 +240,11 @@ def hash_of(line: bytes) -> str:
 def seal(draft: Draft, after: ChainEnd, boot: str) -> tuple[bytes, ChainEnd]:
     """Return a record's line, without its newline, and the chain's new end.
 
-    A draft that can't be a record (a bug of the daemon) becomes one that reports that, so that none is lost unnoticed.
+    A draft that can't be a record (a bug in the daemon) becomes a record that reports this, so that none is lost
+    unnoticed.
     """
     try:
-        # Try the record as it is; a second line, with the problem instead of the particulars, always fits.
+        # Try the record as it is. A second line, with the problem instead of the particulars, always fits.
         line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
         problem = "" if len(line) <= MAX_RECORD_BYTES else f"it has {len(line)} bytes"
     except NotCanonical as error:
@@ -253,7 +255,7 @@ def seal(draft: Draft, after: ChainEnd, boot: str) -> tuple[bytes, ChainEnd]:
 
 
 def _line(draft: Draft, data: bytes, after: ChainEnd, boot: str) -> bytes:
-    """Write the members in canonical form: in the order of their names. No text but `data` needs escaping."""
+    """Write the members in canonical form, so in the order of their names. Only `data` may need escaping."""
     return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
         utc_bytes(draft.wall_us),
         boot.encode(),
@@ -276,7 +278,7 @@ def read_record(line: bytes) -> AuditRecord:
         raise NotARecord(str(error)) from None
     if not isinstance(members, dict) or members.keys() != _MEMBERS:
         raise NotARecord("its members are not those of a record")
-    # The members' types are checked one by one: JSON allows any.
+    # Check the members' types one by one, because JSON allows any.
     record = AuditRecord(**members)
     if not (_is_count(record.seq) and record.seq > 0 and _is_count(record.mono_us)):
         raise NotARecord("seq or mono_us is not a count")
@@ -311,7 +313,7 @@ def read_head(data: bytes) -> Head:
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Cut a foreign text, and replace characters that move a terminal's cursor or change its direction."""
+    """Cut a foreign text, and replace characters that move a terminal's cursor or change the text's direction."""
     return printable(shortened(text, most_chars), instead="\N{REPLACEMENT CHARACTER}")
 
 

@@ -45,7 +45,7 @@ class Used:
         leases: Number of leases that count.
         lease_us: Microseconds, summed over leases.
         byte_us: Bytes times microseconds.
-        open_leases: Number of those `leases` that no record ends.
+        open_leases: Number of the `leases` that no record ends.
         gpu_us: Microseconds of GPU time.
     """
 
@@ -77,8 +77,8 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 US_PER_DAY: Final = 86_400 * US_PER_S
 
 MAX_DAYS: Final = 3660
-"""Maximum number of days over which the time of one lease is spread. Stops a forged record of thousands of years from
-filling memory."""
+"""Maximum number of days over which the time of one lease is spread, so that a forged record of thousands of years
+can't fill memory."""
 
 
 @dataclass(slots=True)
@@ -86,9 +86,9 @@ class _Open:
     """A lease that counts. The time before `part_us` is already in the sums.
 
     Attributes:
-        part_us: Since when it has had this size on this card, or has been parked.
+        part_us: The time since which it has had this size on this card, or has been parked.
         seen_us: The last time at which a record shows that it lived.
-        doubt_us: When records of ends were dropped, if none shows that it lived later.
+        doubt_us: The time at which records of ends were dropped, if no record shows that it lived later.
     """
 
     tenant: str
@@ -115,7 +115,7 @@ class UsageSum:
     """Takes records, oldest first. Invalid records are skipped, because `verify` reports them.
 
     Attributes:
-        tenants: The sums, by tenant. Open leases are in them once `finish` was called.
+        tenants: The sums, by tenant. They include open leases when `finish` was called.
         days: The sums by day, tenant and card, likewise.
     """
 
@@ -128,7 +128,7 @@ class UsageSum:
     _last_us: dict[str, int] = field(default_factory=dict)
 
     def take(self, record: AuditRecord) -> None:
-        # The last time of each boot at which a record shows that its daemon lived.
+        # For each boot, the last time at which a record shows that its daemon lived.
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == RecordKind.START:
             self._on_start(record.data.get("previous"), record.boot)
@@ -138,7 +138,7 @@ class UsageSum:
             self._on_gap(record)
         elif record.kind == RecordKind.STOP:
             self._leave_all(record.boot, record.mono_us)
-        # A STOP or GAP names no lease; any other record about a lease is also evidence that it was alive.
+        # A STOP or GAP names no lease. Any other record about a lease is evidence that it was alive.
         lease = record.data.get("lease")
         if isinstance(lease, str):
             self._on_lease(lease, record)
@@ -166,7 +166,7 @@ class UsageSum:
             self._open[lease] = _opened(record, record.mono_us)
         elif record.kind == RecordKind.ADOPT:
             self._adopt(lease, record)
-        # The lease stops counting here. Its END follows and must not count it a second time.
+        # The lease stops counting here. Its END follows, and must not count it a second time.
         elif record.kind == RecordKind.OVER:
             self._close_by(lease, record)
             self._ending.add(lease)
@@ -203,12 +203,12 @@ class UsageSum:
         """End a lease by a record that reports it. If the log lacks its grant, that record is sufficient."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
-        # Not adopted by this daemon: it ended with the daemon that had it.
+        # This daemon did not adopt the lease, so it ended with the daemon that had it.
         if (left_record := self._left.pop(lease, None)) is not None:
             self._count(left_record.opened, left_record.end_us)
             return
         opened = self._open.pop(lease, None)
-        # The grant's record was dropped or pruned, but the end has all that is needed.
+        # The grant's record was dropped or pruned, but the end has everything that is needed.
         if opened is None and _count(data, "granted_us"):
             opened = _opened(record, _count(data, "granted_us"))
         if opened is not None:
@@ -218,13 +218,13 @@ class UsageSum:
         # Step 1: the earlier daemon's leases end at the last moment at which it was known to live.
         states: dict[str, Any] = previous if isinstance(previous, dict) else {}
         self._leave_all(_text(states, "boot"), _count(states, "alive_us"))
-        # Step 2: those of another boot can't be adopted, so they are final.
+        # Step 2: leases of another boot can't be adopted, so their sums are final.
         self._count_left(boot)
         self._ending.clear()
 
     def _adopt(self, lease: str, record: AuditRecord) -> None:
         """Let a lease continue. If the log lacks its grant, it counts from here."""
-        # Adopted within the same boot: the lease never stopped, and counts from its grant on.
+        # A lease that is adopted within the same boot never stopped, and counts from its grant on.
         left_record = self._left.get(lease)
         if left_record is not None and left_record.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened
@@ -255,7 +255,7 @@ class UsageSum:
     def _leave_all(self, boot: str, until_us: int) -> None:
         """Handle the end of a daemon: open leases end with it, unless they are adopted."""
         for lease, opened in self._open.items():
-            # The latest time at which the lease is known to have lived, or its daemon did.
+            # The latest time at which the lease or its daemon is known to have lived.
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
             # The record of its end may have been dropped in a gap: the lease counts to the gap, or to its own next
             # record.
@@ -290,9 +290,9 @@ class UsageSum:
             of_day.byte_us += span_us * size_bytes
 
     def _add_gpu(self, lease: str, record: AuditRecord) -> None:
-        """Count the GPU time that a lease has used since the last record that states its GPU time."""
+        """Count the GPU time that a lease has used since the last record that states it."""
         data = record.data
-        # Never less than before, or the difference would count earlier.
+        # Never let this decrease, or a difference would count twice.
         before_us = self._gpu_us.get(lease, 0)
         self._gpu_us[lease] = so_far_us = max(before_us, _count(data, "gpu_us"))
         tenant, card = _text(data, "tenant"), _text(data, "from_card" if record.kind == RecordKind.MOVE else "card")
@@ -320,7 +320,7 @@ def _opened(record: AuditRecord, since_us: int) -> _Open:
 
 
 def _wall_us(record: AuditRecord) -> int:
-    """Return the wall clock of a record, in microseconds from 1970."""
+    """Return a record's wall clock, in microseconds since 1970."""
     try:
         return (datetime.fromisoformat(record.at) - _EPOCH) // timedelta(microseconds=1)
     except ValueError:
@@ -341,7 +341,7 @@ def _by_day(from_us: int, until_us: int) -> Iterator[tuple[str, int]]:
 
 
 def _day(number: int) -> str:
-    """Return the date of a day, counted from 1970."""
+    """Return the date of a day, given as the number of days since 1970."""
     ordinal = date(1970, 1, 1).toordinal() + number
     return date.fromordinal(min(max(ordinal, 1), date.max.toordinal())).isoformat()
 

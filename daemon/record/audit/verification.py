@@ -1,8 +1,8 @@
-"""Verifies that a log is unchanged since it was written: takes lines, and returns findings. No I/O.
+"""Verifies that a log is unchanged since it was written. It takes lines, and returns findings. No I/O.
 
 The verifier finds every edited, inserted, removed, repeated or moved record; an end that was cut off, as far as the
-head shows; and first records that were not removed by the daemon. It can't find a log that was rewritten from some
-record on together with its head. Keep heads where the log's writer can't reach them.
+head shows; and first records that were not removed by the daemon. It can't detect that a log was rewritten, from some
+record on, together with its head. Keep heads where the log's writer can't reach them.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_FINDINGS: Final = 100
-"""Maximum number of findings that are listed; more are counted. A file that is not a log at all has one per line."""
+"""Maximum number of findings that are listed; more are only counted. A file that is not a log at all has one per
+line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Finding:
     """A problem that was found in a log.
 
     Attributes:
-        file: The file; "" if it is in none.
+        file: The file; "" if the problem is in none.
         offset_bytes: The offset of the line.
         seq: The sequence number of the record there, or of the record that should be there; 0 if unknown.
         problem: The problem, as a sentence.
@@ -54,7 +55,7 @@ class Verdict:
         findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact.
         omitted: Number of problems that are not listed.
         notes: Facts worth knowing that are not problems.
-        unreadable: Number of places with bytes that are not a record, unless a record describes them.
+        unreadable: Number of places with bytes that are not a record and that no record describes.
         records: Number of records.
         end: The last record.
     """
@@ -84,7 +85,7 @@ class _TornBytes:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, data: bytes) -> None:
-        """Add bytes. The last newline does not count: the writer puts it there before it continues."""
+        """Add bytes. The last newline does not count, because the writer adds it before it continues."""
         self.digest.update(self.newline)
         self.size_bytes += len(self.newline)
         body = data.removesuffix(b"\n")
@@ -109,8 +110,8 @@ class Verifier:
         self._torn_bytes: _TornBytes | None = None
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> AuditRecord | None:
-        """Check one line, with its newline if it has one. Return its record, None if it is not one."""
-        # Step 1: is it a record at all? Other bytes are collected, because the next record may describe them.
+        """Check one line, with its newline if it has one. Returns its record, or None if it is not a record."""
+        # Step 1: is this a record at all? Collect other bytes, because the next record may describe them.
         try:
             if not line.endswith(b"\n"):
                 raise NotARecord("it has no newline: it was truncated, or is being written")
@@ -118,7 +119,7 @@ class Verifier:
         except NotARecord as error:
             self._collect_torn_bytes(file, offset_bytes, line, str(error))
             return None
-        # Step 2: check the record's statement about the bytes before it, and its position in the chain.
+        # Step 2: check what the record says about the bytes before it, and its position in the chain.
         self._check_torn_bytes(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
         # Step 3: records that change what later checks expect.
@@ -135,7 +136,7 @@ class Verifier:
         return record
 
     def finish(self) -> Verdict:
-        """Check the facts that only the end of the log shows, and return the verdict.
+        """Check what only the end of the log shows, and return the verdict.
 
         Call it once, after the last line.
         """
@@ -150,7 +151,7 @@ class Verifier:
                 0,
                 f"it begins with record {self._before.seq + 1}, and no record reports the removal of earlier ones",
             )
-        # Compare with the head: a shorter log was cut, a longer one is normal for a live daemon.
+        # Compare with the head: a shorter log was cut, while a longer log is normal for a live daemon.
         if not self._is_head_reached and self._head is not None:
             if verdict.end.seq < self._head.seq:
                 self._find(
@@ -170,7 +171,7 @@ class Verifier:
 
     def _check_place(self, record: AuditRecord, file: str, offset_bytes: int) -> None:
         end, seq = self.verdict.end, record.seq
-        # This is the first record that is left: its predecessor was removed or never existed, which `finish` decides.
+        # This is the first remaining record. `finish` decides whether its predecessor was removed or never existed.
         if not self.verdict.records:
             self._before = ChainEnd(seq - 1, record.prev)
             if seq == 1 and record.prev != ChainEnd().hash:
@@ -193,7 +194,7 @@ class Verifier:
             self._is_head_reached = end.hash == head.hash
             if not self._is_head_reached:
                 self._find(file, offset_bytes, end.seq, "it is not the record that the head refers to")
-                # Reported here; `finish` must not report it again.
+                # This is reported here, so `finish` must not report it again.
                 self._is_head_reached = True
 
     # --- bytes that are not a record ---
@@ -209,7 +210,7 @@ class Verifier:
 
     def _check_torn_bytes(self, record: AuditRecord | None, file: str, offset_bytes: int) -> None:
         """Report bytes that are not a record, unless the record after them describes them."""
-        # A record's `torn` and the bytes before it belong together: each without the other is a finding.
+        # A record's `torn` and the bytes before it belong together. Each without the other is a finding.
         torn_bytes, self._torn_bytes = self._torn_bytes, None
         torn = None if record is None else record.data.get("torn")
         if torn_bytes is None:
@@ -224,7 +225,7 @@ class Verifier:
             )
             return
         if record is None and not torn_bytes.newline and self._is_head_reached:
-            # Nothing durable is lost: the next start of the daemon will describe these bytes.
+            # Nothing durable is lost, and the next start of the daemon will describe these bytes.
             self.verdict.notes.append(
                 f"{torn_bytes.file}, byte {torn_bytes.offset_bytes}: it ends in the middle of a line"
             )
