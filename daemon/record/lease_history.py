@@ -1,6 +1,6 @@
 """The history of leases: events and their effects in, facts out, computed once for the audit log, the log and metrics.
 
-The memory for it is bounded by open requests and live leases. The only I/O is the log line that reports a bug.
+Its memory is bounded by open requests and live leases. The only I/O is the log line that reports a bug.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ class LeaseHistory:
             LeaseMoved: self._moved,
             WorkerReplaced: lambda effect, now_ns: _parking(FactKind.UPGRADED, effect, now_ns),
         }
-        # The other effects are answers, all alike. `_follow` makes the facts of WorkerExited and UNFENCED.
+        # All other effects are answers, and are alike. `_follow` makes the facts of WorkerExited and UNFENCED.
         handled = {*self._on_event, *self._on_effect, WorkerExited}
         for kind in FactKind:
             for source in kind.row.sources:
@@ -144,7 +144,7 @@ class LeaseHistory:
         return not (self._requests or self._requesters or self._times or self._faulted)
 
     def note_requester(self, request: int, peer: str) -> None:
-        """Note the peer that made a request, if its event has no tenant, or the operator who acts for its tenant."""
+        """Note the peer that made a request, if the event has no tenant, or the operator who acts for its tenant."""
         self._requesters[request] = peer
 
     def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> list[Fact]:
@@ -163,7 +163,7 @@ class LeaseHistory:
         kind = type(event)
         # A rename concerns only the spawn in the same event.
         self._renamed_to = 0
-        # Step 1: remember who asks and when, for the answer, which may be a later event's effect.
+        # Step 1: remember who asks, and when, for the answer, which may be a later event's effect.
         if (request := REQUESTS.get(kind)) is not None:
             self._take_in(event, now_ns, names_tenant=request.names_tenant)
         # Step 2: the event's own fact.
@@ -185,7 +185,7 @@ class LeaseHistory:
         if isinstance(event, RequesterGone):
             self._forget_request(self._requests.pop(event.request, None))
         elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
-            # The worker's end comes first, but may itself be why the work of its lease is refused.
+            # The worker's end comes first, but may be the reason why its lease's work is refused.
             times = self._times.get(event.worker_id, NO_TIMES)
             facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.worker_id, None, None, times))
 
@@ -198,10 +198,10 @@ class LeaseHistory:
     # --- events ---
 
     def _requested(self, event: AcquireRequested, now_ns: int) -> Fact | None:
-        # The clock of the acquire starts here; a second step of the same acquire starts it again.
+        # The acquire's clock starts here. A second step of the same acquire starts it again.
         self._times[event.lease_id] = times = Times(now_ns)
         if event.step is AcquireStep.PLACE:
-            # Its check was the request.
+            # The check was already recorded as the request.
             return None
         return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, None, None, times)
 
@@ -210,8 +210,8 @@ class LeaseHistory:
             return None
         times = self._times.get(event.worker_id, NO_TIMES)
         if times.spawned_ns is not None:
-            # Clear the time of the start: a second such event, which is harmless, must not measure the same start
-            # again.
+            # Clear the time of the start, so that a second such event, which is harmless, does not measure the same
+            # start again.
             self._times[event.worker_id] = Times(times.asked_ns, None, *times[2:])
         return Fact(FactKind.WORKER_READY, now_ns, event, event.worker_id, None, None, times)
 
@@ -308,7 +308,7 @@ class LeaseHistory:
 
     def _placed(self, effect: SpawnWorker, now_ns: int) -> Fact:
         lease_id = effect.lease_id
-        # An acquire's own times stay: they are parts of the grant's latency.
+        # An acquire's own times stay, because they are parts of the grant's latency.
         before = self._times.get(lease_id, NO_TIMES)
         self._times[lease_id] = times = Times(before.asked_ns, now_ns, *before[2:])
         is_warm = self._renamed_to == lease_id
@@ -321,14 +321,14 @@ class LeaseHistory:
 
     def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.worker_id)
-        # Not for a warm context: `WarmEnded` makes the fact of its end.
+        # A warm context has no fact here, because `WarmEnded` makes the fact of its end.
         return None if lease is None else self._over(effect, lease, effect.cause, now_ns)
 
     def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:
         region = self._lookup(effect.region_id)
         if effect.word not in ENDED_WORDS or region is None or region.cause is None:
             return None
-        # The word of a region that is over may be written again: only the first time is its end.
+        # The word of a region that is over may be written again. Only the first time is the region's end.
         is_over = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
         return None if is_over else self._over(effect, region, region.cause, now_ns)
 
@@ -357,13 +357,13 @@ class LeaseHistory:
     def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
         # The spawn that follows in the same event takes this context over.
         self._renamed_to = effect.to_id
-        # A lease's worker is renamed when it is recycled; only a warm context that gets a lease is taken.
+        # A lease's worker is renamed when it is recycled. Only a warm context that gets a lease counts as taken.
         if kind_of(effect.from_id) is WorkerKind.LEASE or (lease := self._lookup(effect.to_id)) is None:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
 
     def _submit_spawned(self, effect: SpawnSubmit, now_ns: int) -> Fact | None:
-        # The submit has a worker of its own, so the pool was not used.
+        # The submit has a separate worker, so the pool was not used.
         if not effect.is_warm:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, effect.lease_id, card=effect.card_uuid)

@@ -1,7 +1,7 @@
 """Logs the life of each lease, from the request to the proof that its memory is free.
 
 `LeaseLog` logs the facts that the audit log records, and others: requests before they are granted, the queue, the
-workers. Events that a tenant can repeat at will are limited for each tenant and event; those left out are counted.
+workers. Events that a tenant can repeat at will are limited for each tenant and event, and omitted events are counted.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _SAME_NAMES: Final = frozenset(
         *("why", "moved_bytes", "image_bytes", "from_card", "way", "through_host", "from_version"),
     }
 )
-"""Particulars of a record that are fields here by the same name."""
+"""Particulars of a record that are log fields with the same name."""
 
 
 class LeaseLog(FactRecorder):
@@ -55,7 +55,7 @@ class LeaseLog(FactRecorder):
         self._lookup = lookup
         self._pid_of = pid_of
         self._limited = _LimitedLog()
-        # Workers' process ids by lease, because a worker's end is logged after its process id is forgotten elsewhere.
+        # Workers' process ids, by lease, because a worker's end is logged after its process id is forgotten elsewhere.
         self._pids: dict[int, int] = {}
         # The facts of the present event, and their lines, until `log_facts`.
         self._unlogged: tuple[Sequence[Fact], Sequence[_Line | None]] | None = None
@@ -72,7 +72,7 @@ class LeaseLog(FactRecorder):
     def on_facts(self, facts: Sequence[Fact]) -> None:
         """Record the facts that follow from an event, for the audit log. Called before any effect; raises nothing.
 
-        `log_facts` must follow, which may wait until the effects are carried out.
+        `log_facts` must follow, perhaps only after the effects are carried out.
         """
         self.log_facts()
         lines: list[_Line | None] = []
@@ -81,7 +81,7 @@ class LeaseLog(FactRecorder):
             for fact in facts:
                 event = _RECORDED.get(fact.kind)
                 level = 0 if event is None else _level_of(fact, event)
-                # The log line has the record's particulars, so an entry is also made for a line alone.
+                # The log line has the record's particulars, so make an entry even if only a line is needed.
                 is_line = event is not None and is_logged(event, level)
                 entry = entry_of(fact) if keeps_records or is_line else None
                 if entry is not None:
@@ -93,7 +93,7 @@ class LeaseLog(FactRecorder):
         self._unlogged = facts, lines
 
     def log_facts(self) -> None:
-        """Log the facts of the last `on_facts`, unless they are logged. Every other line here comes after theirs."""
+        """Log the facts of the last `on_facts`, unless this was done. All other lines here come after these."""
         if self._unlogged is None:
             return
         (facts, lines), self._unlogged = self._unlogged, None
@@ -115,7 +115,7 @@ class LeaseLog(FactRecorder):
                 self.record(entry, now_ns)
 
     def used(self, lease: LeaseSnapshot, use: LeaseTimeUse) -> None:
-        """Record how much of its card's time a live lease has used so far. The log has no such line."""
+        """Record how much of its card's time a live lease has used so far. Writes no log line."""
         self.record(use_entry(lease, use), time.monotonic_ns())
 
     def attached(self, lease_id: int, tenant: str) -> None:
@@ -166,7 +166,7 @@ class LeaseLog(FactRecorder):
     ) -> None:
         """Log that a session refused a launch because of a region.
 
-        Both times count from the change of the region's word; the second is None if the tenant has not asked yet.
+        Both times count from the change of the region's word. The second is None if the tenant has not asked yet.
         """
         self._log(
             LogEvent.FORWARD_REVOKED,
@@ -197,10 +197,10 @@ class LeaseLog(FactRecorder):
         return self._inner.figures()
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Pass the grant on, and log the denial if one takes its place."""
+        """Pass on the grant, and log the denial if one takes the grant's place."""
 
         def answered(outcome: Grant | RequestDenied) -> None:
-            # The log has a line about the grant already, so the line about the denial has to contradict it.
+            # The log already has a line about the grant, so the line about the denial must contradict it.
             if isinstance(outcome, RequestDenied):
                 lease, denial = granted.lease, outcome.denial
                 operation = "region_open" if lease.parent_id else "acquire"
@@ -288,7 +288,7 @@ class LeaseLog(FactRecorder):
             fields["worker_pid"] = self._pids.get(fact.lease_id)
         if (deadline_ns := _deadline_that_passed(fact)) is not None:
             fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
-        # An operator's action is about no tenant: it counts towards the budget of the operator who asked.
+        # An operator's action concerns no tenant, so it counts towards the operator's budget.
         tenant = str(particulars.get("tenant") or particulars.get("by", ""))
         self._limited.log(event, tenant, fact.lease_id or _lease_in(particulars), fields, level)
 
@@ -313,7 +313,7 @@ class LeaseLog(FactRecorder):
         self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=reason, reason=fact.source.reason)
 
     def _log_warm_lost(self, fact: Fact) -> None:
-        # Limit these lines: the context may have served a tenant, who can leave one context after another.
+        # Limit these lines, because the context may have served a tenant, who can leave one context after another.
         self._log(LogEvent.WARM_GONE, "", card=fact.card, reason=fact.source.reason)
 
     def _log_submit_ready(self, fact: Fact) -> None:
@@ -388,11 +388,11 @@ if {*_RECORDED, *_LOGGED_BY_METHODS} != {kind for kind in FactKind if kind.row.l
 
 
 COUNT_EVERY_S: Final = 10.0
-"""Time until the log reports how many of a tenant's events were left out."""
+"""Time until the log reports how many of a tenant's events were omitted."""
 
 MAX_COUNTS: Final = 50
-"""Maximum number of lines in one such report: one for each tenant and event. All that remain are summed up in one more
-line."""
+"""Maximum number of lines in one such report, one for each tenant and event. The remaining events are summed up in one
+more line."""
 
 _UNLIMITED: Final = frozenset(
     {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
@@ -415,14 +415,14 @@ class _LimitedLog:
     ) -> None:
         """Log an event for which `is_logged` was true, if the tenant's budget has room for it."""
         if event not in _UNLIMITED:
-            # A budget for each kind of event: a tenant that floods one kind keeps the lines of all others.
+            # There is a budget for each kind of event, so a tenant that floods one kind keeps the lines of all others.
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
             if omitted is None:
-                # The first event left out starts the timer. No timer runs while nothing is left out.
+                # The first omitted event starts the timer. No timer runs while nothing is omitted.
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._log_suppressed)
                 return
-            # This line fits again; those left out before it are reported with the next timer.
+            # This line fits again. Lines omitted before it are reported when the timer ends.
             if omitted:
                 self._omitted[event.kind.name, tenant] += omitted
         about: dict[str, Any] = (

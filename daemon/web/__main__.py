@@ -30,7 +30,8 @@ from gpulease.daemon.web.web_messages import START, WebStart
 from gpulease.imports import end_imports
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
-"""Limit on the process's private memory. An honest process uses about 60 MiB. Stops an attacker who makes it grow."""
+"""Limit on the process's private memory, so that an attacker can't make it grow. An honest process uses about 60
+MiB."""
 
 NICENESS: Final = 5
 """Nice value of the process: tenants' work has priority over the page that shows it."""
@@ -56,8 +57,8 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         asyncio.run(_rehearse(start, page))
         # Enter here, between two event loops: the first has closed its descriptors, and the second has opened none.
         plan.enter((channel_fd, *fds), parent_pid)
-        # Step 3: ask the broker to connect the process. It does so no earlier, because a connected peer must send HELLO
-        # soon.
+        # Step 3: ask the broker to connect the process. The broker does so only now, because a connected peer must send
+        # HELLO soon.
         send_message(channel, HelperPrepared().to_map())
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:

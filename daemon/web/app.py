@@ -73,7 +73,8 @@ HISTORY_FRESH_S: Final = 1.0
 """Seconds for which the encoded last hour of the cards is reused; a sample is added every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""Longest duration of a stream in seconds; then the page opens another. So a stream whose reader has disappeared ends.
+"""Longest duration of a stream in seconds; then the page opens another. So a stream ends even if its reader has
+disappeared.
 """
 
 QUIET_S: Final = 3.0
@@ -124,7 +125,7 @@ class PageAccess:
         self._wrong_tokens = WrongTokens()
 
     def change(self, token_digest: bytes) -> None:
-        """Accept another token from now on, and end the streams that were opened with the old token."""
+        """From now on, accept another token. Ends the streams that were opened with the old token."""
         self.changes += 1
         self._token_digest = token_digest
 
@@ -134,14 +135,14 @@ class PageAccess:
 
     def token_of(self, request: Request) -> bytes:
         """Return the operator's token. Raises HTTPException, 401, if the request has none or a wrong one."""
-        # RFC 6750, 2.1: `Authorization: Bearer TOKEN`. Digests are compared, in constant time, so that no answer's
-        # duration shows how much of a token was right.
+        # RFC 6750, 2.1: `Authorization: Bearer TOKEN`. Compare digests, in constant time, so that no answer's duration
+        # shows how much of a token was right.
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         token = text.strip().encode("latin-1")
         digest = hashlib.sha256(token).digest()
         if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(digest, self._token_digest):
             return token
-        # Count only real attempts: a reader without a token is not one.
+        # Count only real attempts. A reader without a token makes none.
         if scheme and self._token_digest:
             self._wrong_tokens.add()
         reason = "This is not the operator's token." if scheme else "This request needs the operator's token."
@@ -202,7 +203,7 @@ class Site:
 
         Args:
             hosts: The host names by which clients may address the site.
-            others: Those of `hosts` that belong to a proxy.
+            others: The names among `hosts` that belong to a proxy.
         """
         routes = [Route(path, self._file) for path in self._page]
         routes += [
@@ -219,7 +220,7 @@ class Site:
         ]
         handlers: Mapping[Any, Any] = {BrokerSilent: _on_broker_silent, ActionNotDone: _on_not_done}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        # A path with a trailing slash is a different path: it is not found, and not redirected.
+        # A path with a trailing slash is a different path: it is not found, rather than redirected.
         app.router.redirect_slashes = False
         return Guard(app, hosts, others)
 
@@ -259,10 +260,10 @@ class Site:
             is_named: Whether the request carried the operator's token.
         """
         until_s = time.monotonic() + STREAM_S
-        # The head is sent with the first bytes, so send some before the broker answers.
+        # The head is sent with the first bytes, so send some bytes before the broker answers.
         yield b": gpulease\n\n"
-        # QUIET_S without a snapshot yields a comment: a proxy keeps the connection open, and a reader that has gone is
-        # noticed.
+        # After QUIET_S without a snapshot, send a comment, so that a proxy keeps the connection open and a lost reader
+        # is noticed.
         async for snapshot in self._feed.watch(QUIET_S):
             # A changed token ends the stream before the next name is sent.
             if is_named and changes != self._access.changes:
@@ -277,7 +278,8 @@ class Site:
 
     def _encode(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
         now_s = time.monotonic()
-        # Thousands of readers cost one encoding for each snapshot and view: with names, and with pseudonyms.
+        # Thousands of readers cost one encoding for each snapshot and view. There are two views, with names and with
+        # pseudonyms.
         if is_named in self._encodings:
             encoded_snapshot, at_s, encoded = self._encodings[is_named]
             if encoded_snapshot is snapshot and now_s - at_s < STATE_FRESH_S:
@@ -414,7 +416,7 @@ class Cached:
 
     async def get(self) -> Any:
         """Return the answer, at most `fresh_s` old. Raises BrokerSilent."""
-        # One caller asks; the others wait for the lock, and then find a fresh answer.
+        # One caller asks. The others wait for the lock, and then find a fresh answer.
         async with self._lock:
             if self._clock() >= self._until_s:
                 await self._renew()
@@ -425,7 +427,7 @@ class Cached:
     async def _renew(self) -> None:
         try:
             self._answer, self._silence = await self._ask(), None
-        # A missing answer is also kept for this time, so that not every caller asks a broker that hangs.
+        # Keep even a missing answer for this time, so that not every caller asks a broker that hangs.
         except BrokerSilent as error:
             self._silence = error
         self._until_s = self._clock() + self._fresh_s

@@ -58,7 +58,7 @@ class BrokerLink(asyncio.Protocol):
 
     Attributes:
         agent: The broker's name and version, from its HELLO.
-        lost: Done once the connection is over.
+        lost: Done when the connection is over.
     """
 
     def __init__(self, on_event: Callable[[LeaseEvent], None]) -> None:
@@ -84,7 +84,7 @@ class BrokerLink(asyncio.Protocol):
         except LocalProtocolError as error:
             # A broker that has not answered for an hour leaves MAX_IN_FLIGHT requests open.
             raise BrokerSilent(str(error)) from None
-        # Register the request before the frame is written, because the reply may arrive in the same turn of the loop.
+        # Register the request before writing the frame, because the reply may arrive in the same turn of the loop.
         answer: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._transport.write(frame)
@@ -246,7 +246,7 @@ class BrokerChannel:
         try:
             self._dispatch(expect_message(TO_WEB, received))
         except MalformedMessage as error:
-            # The broker has another version or a bug. The caller that waits for this answer will not get another one.
+            # The broker has another version, or a bug. The caller that waits for this answer will get no other.
             log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
             answer = self._waiting.get(request_of(received) or 0)
             if answer is not None and not answer.done():
@@ -255,7 +255,7 @@ class BrokerChannel:
     def _dispatch(self, message: ToWeb) -> None:
         match message:
             case LivenessPing():
-                # If the channel is full, this pong is lost; the broker pings again.
+                # If the channel is full, this pong is lost, and the broker pings again.
                 assert self._channel is not None
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
                     send_message(self._channel, Pong().to_map())

@@ -1,4 +1,4 @@
-"""Samples of how busy each card is: their bounds, their message from the broker, and the page's view of them."""
+"""Samples of each card's load: their bounds, the broker's message with them, and the page's view."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, NamedTuple
@@ -11,8 +11,8 @@ SAMPLE_S: Final = 10.0
 """Pause between two samples."""
 
 MAX_SAMPLES: Final = 360
-"""Maximum number of samples of each card: one hour. Bounds the memory of broker and web process, and the answer, 12 kB
-a card."""
+"""Maximum number of samples of each card: one hour. This bounds the memory of the broker and the web process, and the
+answer, 12 kB a card."""
 
 GAP_SAMPLES: Final = 2.5
 """If two samples are further apart than this many times SAMPLE_S, the page draws a gap between them."""

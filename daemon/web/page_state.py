@@ -22,10 +22,10 @@ FETCH_EVERY_S: Final = 1.0
 """Pause between two fetches while somebody watches."""
 
 FRESH_S: Final = 0.5
-"""Maximum age, in seconds, of a snapshot that is given to another reader."""
+"""Maximum age, in seconds, of a snapshot that further readers get."""
 
 FETCH_SOON_S: Final = 0.2
-"""Shortest pause between two fetches: a single change is shown at once, a thousand changes are shown together."""
+"""Shortest pause between two fetches. A single change is shown at once, and a thousand changes are shown together."""
 
 MAX_CHANGES: Final = 100
 """Maximum number of changes of leases that are kept and shown."""
@@ -56,7 +56,7 @@ class Feed:
     Args:
         node: The host's name.
         clock: Seconds on a monotonic clock.
-        boot_clock_ns: CLOCK_BOOTTIME in nanoseconds, by which a fleet counts.
+        boot_clock_ns: CLOCK_BOOTTIME in nanoseconds, the clock of a fleet.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Feed:
         self._membership = membership
 
     def _forget_end(self, lease_id: str) -> None:
-        """Remove the earlier change of a lease's end, so that the list shows each end once, in its latest phase."""
+        """Remove the earlier change about a lease's end, so that the list shows each end once, in its latest phase."""
         before = next((entry for entry in self._changes if entry.lease_id == lease_id and entry.phase in ENDING), None)
         if before is not None:
             self._changes.remove(before)
@@ -169,7 +169,7 @@ class Feed:
             # Pause at least this long, even if leases change during the pause.
             await asyncio.sleep(FETCH_SOON_S)
             try:
-                # Wait without a timeout while nobody watches: a new watcher ends the wait.
+                # While nobody watches, wait without a timeout: a new watcher ends the wait.
                 await asyncio.wait_for(self._wakeup.wait(), FETCH_EVERY_S - FETCH_SOON_S if self._watchers else None)
             except TimeoutError:
                 continue
@@ -232,7 +232,7 @@ class Feed:
             lease["tenant"], lease["card_uuid"], lease["size_bytes"], lease.get("parent") is not None
         )
         self._cached.move_to_end(lease["lease_id"])
-        # The lease that was seen longest ago is forgotten first.
+        # First forget the lease that was seen longest ago.
         if len(self._cached) > MAX_CACHED_LEASES:
             self._cached.popitem(last=False)
 

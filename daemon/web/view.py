@@ -1,7 +1,7 @@
 """The broker's reports as the page's JSON, with tenants' names or with pseudonyms in their place.
 
-The protocol keeps tenants from seeing each other, but on loopback any local user may ask. Without the operator's token,
-a reader sees a slice's size, age and remaining time. The slice's tenant, its id and texts about it stay hidden.
+The protocol hides tenants from each other, but on loopback any local user may ask. Without the operator's token, a
+reader sees a slice's size, age and remaining time. The slice's tenant, its id and texts about it stay hidden.
 Pseudonyms stay the same while the broker lives, and no other process can compute them.
 """
 
@@ -42,7 +42,7 @@ PARKING_OF_CARD: Final = (
     "tenant_park_wait_ms",
 )
 """Additional keys: the bytes that parked leases have released on the card, the host memory that they use and may use,
-and how long the card's next park has to wait. 0 without parking.
+and how long the card's next park must wait. All are 0 without parking.
 """
 
 Report = Mapping[str, Any]
@@ -136,7 +136,7 @@ class Snapshot:
 
 def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
     """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which is never set."""
-    # Reports are as old as the snapshot, so every time in them is corrected by its age.
+    # Reports are as old as the snapshot, so correct every time in them by its age.
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
     regions: dict[str, list[dict[str, Any]]] = {}
@@ -163,7 +163,7 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
 
 
 def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any] | None:
-    """Return the node in its fleet, and the names that it serves: how many, and which for an operator."""
+    """Return the node in its fleet, and how many names it serves; for an operator, which."""
     if (fleet := snapshot.fleet) is None:
         return None
     # A fenced lease still holds its name, but no longer serves it.
@@ -210,7 +210,7 @@ def _slice(
         # None while a client is connected to the lease, or if the lease needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
-    # For a parkable lease: where its session is, and since when the session is off its card.
+    # For a parkable lease: where its session is, and since when it has been off its card.
     if (park := lease.get("park")) is not None:
         parked_ms = park["parked_for_ms"]
         fields["park"] = park["phase"]
@@ -229,8 +229,8 @@ def _slice(
 
 
 def _allocated(lease: Report) -> int | None:
-    """Return the bytes that a session holds, at most its lease: a worker reports them. None without a report."""
-    # A worker may be compromised, so its figure is bounded by the lease.
+    """Return the bytes that a session holds by its worker's report, at most its lease; None without a report."""
+    # A worker may be compromised, so bound its figure by the lease.
     allocated = lease.get("allocated_bytes")
     return None if allocated is None else min(allocated, lease["size_bytes"])
 

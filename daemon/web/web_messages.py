@@ -1,4 +1,4 @@
-"""The messages between the broker and the web process, by the channel of the process's start.
+"""The messages between the broker and the web process, on the channel with which the process was started.
 
     from      messages                                             descriptors with them
     broker    WebStart, once: the settings                         the process's connection, and the listening sockets
@@ -45,7 +45,7 @@ MAX_REASON_CHARS: Final = 512
 """Maximum length of the reason that a tenant receives; the audit log keeps at most that many characters."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
-"""The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""
+"""The longest time of a drain: 49 days, the most that the protocol's DRAIN can express."""
 
 Hosts = Annotated[tuple[str, ...], listed(TEXT, MAX_HOSTS)]
 Bytes = Annotated[bytes, BYTES]
@@ -88,7 +88,7 @@ class WebStart(Message):
 
 @dataclass(frozen=True, slots=True)
 class TokenChanged(Message):
-    """Accept another operator's token from now on: `digest` is its SHA-256, b"" for no token."""
+    """From now on, accept another operator's token. `digest` is its SHA-256; b"" for no token."""
 
     OP: ClassVar[str] = "token"
     digest: Bytes
@@ -140,7 +140,7 @@ class ActionRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class RevokeLease(Message):
-    """Revoke a lease. `token` is the token in the operator's request; the broker checks it."""
+    """Revoke a lease. `token` is the token in the operator's request, which the broker checks."""
 
     OP: ClassVar[str] = "revoke"
     request: Request
@@ -151,7 +151,7 @@ class RevokeLease(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDrain(Message):
-    """Drain the node or a card within `within_ms`; None ends the drain. `token`: as in RevokeLease.
+    """Drain the node or a card within `within_ms`; None ends the drain. `token` is as in RevokeLease.
 
     Attributes:
         card: The card's UUID; "" for the node.
@@ -166,7 +166,7 @@ class ChangeDrain(Message):
 
 @dataclass(frozen=True, slots=True)
 class ClearFences(Message):
-    """Allow a card's fenced memory to be granted again. `token`: as in RevokeLease."""
+    """Allow a card's fenced memory to be granted again. `token` is as in RevokeLease."""
 
     OP: ClassVar[str] = "clear_fences"
     request: Request

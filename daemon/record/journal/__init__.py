@@ -1,7 +1,7 @@
 """The journal: leases, fences, revoked ids, spent tokens and a drain, in one SQLite file that survives the broker.
 
 `on_event` records every event before its effects are executed. `answer` holds every outcome until all records of its
-causes are on the disk. `Journal` serves a daemon that keeps none, `FileJournal` is the real one.
+causes are on the disk. `Journal` serves a daemon that keeps none; `FileJournal` is the real journal.
 """
 
 from gpulease.daemon.record.journal.database import JournalBroken

@@ -5,7 +5,7 @@ The database has one connection. The daemon reads and checks all of it once, at 
 1. SQLite writes its log ahead (WAL) and syncs it at each commit (`synchronous=FULL`): a commit that returned is on the
    disk (sqlite.org/pragma.html). The code reads every pragma back, because SQLite ignores pragmas that it does not
    know.
-2. No other process may open the database (`locking_mode=EXCLUSIVE`). So the log's index is never a file.
+2. No other process may open the database (`locking_mode=EXCLUSIVE`), so the log's index is never a file.
 3. Commits must be where the next daemon reads: if a file was moved or removed, a commit fails.
 4. Each commit writes its number and the sum of all rows' digests. If either does not match, nothing is read from the
    database.
@@ -48,7 +48,7 @@ class JournalBroken(CannotStart):
 
 
 def not_whole(path: object, reason: str) -> JournalBroken:
-    """Return the error for files that lack something that was written, or that have more than that."""
+    """Return the error for files that lack something that was written, or that contain anything else."""
     return JournalBroken(f"the journal {path} is damaged: {reason}", MOVE_ASIDE, os.EX_DATAERR)
 
 
@@ -66,7 +66,7 @@ JOURNAL_NAME: Final = "journal.db"
 HEAD_NAME: Final = "journal.head"
 
 HEAD_BYTES: Final = 64
-"""The head's size is less than a sector, and constant: a crash leaves the old head or the new one."""
+"""The head's constant size, less than a sector: a crash leaves the old head or the new one."""
 
 _MAKE_IT: Final = "Create it, or name another folder: the daemon creates only the last folder of a path."
 _MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -89,8 +89,8 @@ def prepare(folder: Path) -> int:
                 "Correct that, or let the daemon create one.",
                 os.EX_CONFIG,
             )
-        # Lock the folder itself, not a file in it, which could be removed while the folder is in use.
-        # systemd-tmpfiles(8) leaves a locked folder alone.
+        # Lock the folder itself: a file in it could be removed while the folder is in use. systemd-tmpfiles(8) leaves a
+        # locked folder alone.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise _unusable(folder, error) from None
@@ -120,7 +120,7 @@ def sync(folder: Path) -> None:
 
 
 class HeadFile:
-    """The file with the number of the journal's commits, as far as its last daemon knew.
+    """The file with the number of the journal's commits, as far as the last daemon knew.
 
     Attributes:
         commits: The number; None if the file does not exist.
@@ -138,7 +138,7 @@ class HeadFile:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return
-        # One byte more than the head has, so that a longer file is noticed.
+        # Read one byte more than the head has, to notice a longer file.
         data = os.pread(self._fd, HEAD_BYTES + 1, 0)
         match = _HEAD.fullmatch(data)
         if match is None or len(data) != HEAD_BYTES or data != _head_bytes(int(match[1])):
@@ -148,7 +148,7 @@ class HeadFile:
 
     def make(self) -> None:
         """Make the file durable with 0 commits. Raises OSError."""
-        # Use a temporary name first: a crash must not leave an empty head, which would count as a broken journal. The
+        # First use a temporary name: a crash must not leave an empty head, which would count as a broken journal. The
         # order is content, sync, rename, sync of the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         new = self._path.with_name(f"{HEAD_NAME}.new")
@@ -190,10 +190,10 @@ def _unusable(folder: Path, error: OSError) -> JournalBroken:
 
 
 APPLICATION_ID: Final = 0x67704C4A
-"""The number by which file(1) knows the database ("gpLJ")."""
+"""The number by which file(1) recognises the database ("gpLJ")."""
 
 VERSION: Final = 2
-"""The format of rows and tables. Rows of the first version are rows of this one too."""
+"""The format of rows and tables. Rows of the first version are also rows of this version."""
 
 _FIRST_VERSION: Final = 1
 
@@ -230,7 +230,7 @@ _OF_THE_DISK: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors that say nothing about the contents (sqlite.org/rescode.html). A primary code is an error's low byte."""
+"""Errors that prove nothing about the contents (sqlite.org/rescode.html). A primary code is an error's low byte."""
 
 Place = tuple[int, int] | None
 """A file's device and inode; None if the file does not exist."""
@@ -254,10 +254,10 @@ class Store:
     Args:
         folder: Its folder, which this process has locked.
         boot: This boot of the host.
-        take: Called with the kind, key and value of every row, in their order, before all of them are checked.
+        take: Called with the kind, key and value of every row, in order, before the rows as a whole are checked.
 
     Attributes:
-        last_boot: The boot of the host in which it was last written.
+        last_boot: The boot of the host in which the journal was last written.
 
     Raises:
         JournalBroken: It can't be used. Its files are unchanged.
@@ -274,7 +274,7 @@ class Store:
         # Digests of rows that this connection has committed.
         self._known = RowDigests()
         try:
-            # Read the head first: without the number of commits, the database can't be checked.
+            # Read the head first, because without the number of commits the database can't be checked.
             self._head = HeadFile(folder)
             if self._is_new(self._head):
                 self._make(folder, self._head)
@@ -293,7 +293,8 @@ class Store:
     def begin(self, changes: Iterable[Change]) -> None:
         """Make the first commit, which also shows that the disk can be written. Raises JournalBroken."""
         try:
-            # Rows of the first format are also rows of this one. From now on an older daemon must not open the file.
+            # Rows of the first format are also rows of this format. From now on, an older daemon must not open the
+            # file.
             if self._connection is not None:
                 self._connection.execute(f"PRAGMA user_version={VERSION}")
             self.apply(changes)
@@ -304,8 +305,7 @@ class Store:
     def apply(self, changes: Iterable[Change]) -> None:
         """Commit changes, all or none. They are durable when this returns.
 
-        Raises sqlite3.Error, OSError or ValueError. After that, call again with the same changes, followed by later
-        ones.
+        Raises sqlite3.Error, OSError or ValueError. Then call again with the same changes, followed by later ones.
         """
         if self._head is None:
             raise OSError("the journal is closed")
@@ -328,14 +328,14 @@ class Store:
             _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
-            # A failed commit may be in the database or not; the next try reads it.
+            # A failed commit may or may not be in the database. The next try reads whether it is.
             self._disconnect()
             raise
         self._state = state
         self._known |= done.digests
         for row in done.removed:
             del self._known[row]
-        # The head follows the commit, never the other way round.
+        # Write the head after the commit, never before it.
         self._head.write(state.commits)
         # The first commit has created the log (WAL). From now on no file may change its place.
         if self._places is None:
@@ -418,11 +418,11 @@ def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
 
     Raises sqlite3.Error, OSError or ValueError.
     """
-    # Copies of an earlier start that was killed during its check.
+    # Remove copies of an earlier start that was killed during its check.
     for copy in path.parent.glob(f"{COPY_PREFIX}*"):
         shutil.rmtree(copy)
     with tempfile.TemporaryDirectory(prefix=COPY_PREFIX, dir=path.parent) as folder:
-        # The database and its log together: the log has the commits that are not in the database yet.
+        # Copy the database together with its log, which has the commits that are not yet in the database.
         for name in (path.name, f"{path.name}-wal"):
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(path.with_name(name), Path(folder, name))
@@ -439,11 +439,11 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
     ((application,),) = connection.execute("PRAGMA application_id")
     ((version,),) = connection.execute("PRAGMA user_version")
     tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
-    # An empty database without any commit: the first start was interrupted before it made the tables.
+    # The database is empty and has no commit: the first start was interrupted before it made the tables.
     if not (application or version or tables or head_commits):
         return _make_tables(connection, boot)
-    # From the outermost to the innermost: is it a journal, of a known format, with the right tables, with an intact
-    # state, and with all its commits.
+    # Check from the outside in: is it a journal, of a known format, with the right tables, an intact state and all
+    # commits?
     if application != APPLICATION_ID:
         raise ValueError("it is not a journal of gpulease, or parts of it are missing")
     if version > VERSION:
@@ -475,8 +475,8 @@ def _make_tables(connection: sqlite3.Connection, boot: str) -> _State:
 
 
 def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) -> None:
-    # Two checks: SQLite's own, of the pages, and the sum of all rows' digests, which shows rows that were changed by
-    # hand.
+    # There are two checks: SQLite's own, of the pages, and the sum of all rows' digests, which shows rows that were
+    # changed by hand.
     ((verdict,),) = connection.execute("PRAGMA quick_check(1)")
     if verdict != "ok":
         raise ValueError(f"SQLite finds it damaged: {verdict}")

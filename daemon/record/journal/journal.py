@@ -1,7 +1,7 @@
 """The broker's side of the journal: events in, changes of rows out, and outcomes held until they are on the disk.
 
-`FileJournal` gets every event with its effects before any effect is executed. `JournalProjector` turns them into
-changes of rows, a `GroupCommitter` writes those, and `DurableReplies` holds outcomes until everything before them is
+`FileJournal` gets every event with its effects before any effect is executed. `JournalProjector` turns events into
+changes of rows, a `GroupCommitter` writes these, and `DurableReplies` holds outcomes until everything before them is
 durable. This module does not influence the lease table, with one exception: a grant that can't be recorded in time is
 revoked before its tenant receives it.
 """
@@ -103,8 +103,8 @@ class Journal:
     Attributes:
         kept: Leases that an earlier daemon left, for `LeaseRestored`.
         regions: Regions of these leases, for `RegionRestored`.
-        recovered: What else an earlier daemon left for the lease table.
-        spent: Tokens that were used: lease, nonce, and until when a token of that nonce can be valid (monotonic ms).
+        recovered: Everything else that an earlier daemon left for the lease table.
+        spent: Tokens that were used: lease, nonce, and until when a token with this nonce can be valid (monotonic ms).
         revoked_tokens: Tokens that were revoked, with the same three members.
         cards: Measurements of the GPUs in this boot of the host, by uuid.
         relays: Relays of remote tenants that may still live.
@@ -127,7 +127,7 @@ class Journal:
         """Record the result of an event. Called before any effect is executed."""
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` once everything before the outcome is durable, or else with a `RequestDenied`."""
+        """Call `on_outcome` when everything before the outcome is durable, or else with a `RequestDenied`."""
         on_outcome(outcome)
 
     def denial(self) -> Denial | None:
@@ -139,21 +139,21 @@ class Journal:
         return ""
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Record that a token was used. `on_done(ok)`: whether the journal has it."""
+        """Record that a token was used. Then calls `on_done` with whether the journal has the record."""
         on_done(True)
 
     def unspend(self, lease_id: int, nonce: bytes) -> None:
         """Remove a token from those that were used."""
 
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Record that a token was revoked. `on_done(ok)`: whether the journal has it."""
+        """Record that a token was revoked. Then calls `on_done` with whether the journal has the record."""
         on_done(True)
 
     def remember_cards(self, cards: Sequence[CardRow]) -> None:
         """Keep measurements of the GPUs for the next daemon of this boot."""
 
     def remember_relay(self, relay: RelayRow) -> None:
-        """Keep the relay of a remote tenant, so that the next daemon can end it once its certificate is revoked."""
+        """Keep the relay of a remote tenant, so that the next daemon can end it if its certificate is revoked."""
 
     def forget_relay(self, pid: int) -> None: ...
 
@@ -198,7 +198,7 @@ class FileJournal(Journal):
             contents.next_region_tombstone,
             contents.epochs,
         )
-        # A heap by time of expiry, so that each new token can remove the oldest ones (`_keep_token`).
+        # A heap by time of expiry, so that each new token can remove the oldest tokens (`_keep_token`).
         key_sets = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [
             (ends_ms, kind, spent_key(tenant, nonce)) for kind, rows in key_sets for tenant, nonce, ends_ms in rows
@@ -219,14 +219,14 @@ class FileJournal(Journal):
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
         """Record an event. After an error here the effects are still executed, but nothing more is granted."""
-        # Before `observe`, every event is in the journal already. The events of restored leases come after it.
+        # Before `observe`, every event is already in the journal. The events of restored leases come later.
         if self._table is None:
             return
         try:
             changes = self._projector.changes(event, effects, self._table, self._pid_of)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
-            # The rows may now lack something. The fault lasts until a restart: each later reply says that it is not
+            # The rows may now lack something. The fault lasts until a restart, and each later reply says that it is not
             # durable.
             self._fault = "the daemon failed to record what happened to a lease"
             return
@@ -245,7 +245,7 @@ class FileJournal(Journal):
 
     def _keep_token(self, kind: RowKind, key: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         changes = [Change(kind, key, expires_ms)]
-        # Each new token removes up to two that have expired, so that the file does not grow.
+        # Each new token removes up to two expired tokens, so that the file does not grow.
         now_ms = time.monotonic_ns() // NS_PER_MS
         while self._token_ends and self._token_ends[0][0] < now_ms and len(changes) < 3:
             _, expired_kind, expired_key = heapq.heappop(self._token_ends)
@@ -293,7 +293,7 @@ class FileJournal(Journal):
         return not_kept(problem) if problem else None
 
     def once_kept(self, do: Callable[[], None]) -> None:
-        # After a fault the rows may lack something, so nothing counts as durable any more.
+        # After a fault the rows may lack something, so nothing counts as durable.
         if not self._fault:
             self._replies.hold_until_durable(self._committer.accepted, do)
 
@@ -301,9 +301,9 @@ class FileJournal(Journal):
         self._hold(do)
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Hold an outcome until every event so far is durable: simpler than finding out which of them matter."""
+        """Hold an outcome until every event so far is durable. Finding out which of them matter would be harder."""
         if isinstance(outcome, (SubmitReady, Checked)):
-            # The journal keeps nothing of a check; and the next daemon learns of a submit from its worker.
+            # The journal keeps nothing about a check, and the next daemon learns of a submit from the submit's worker.
             on_outcome(outcome)
             return
         # Most denials change no row, and a client may ask again after a restart.
@@ -324,7 +324,7 @@ class FileJournal(Journal):
     def _not_kept(self, outcome: Outcome, problem: str) -> RequestDenied:
         """Return the answer in place of an outcome that can't be recorded."""
         match outcome:
-            # A grant is withdrawn. Any other outcome has taken effect already, so the answer can only say that a
+            # A grant is withdrawn. Any other outcome has already taken effect, so the answer can only say that a
             # restart may forget it.
             case Granted() | RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
@@ -355,15 +355,15 @@ class FileJournal(Journal):
 
 
 def open_journal(folder: Path, boot_id: str) -> FileJournal:
-    """Open the journal in a folder, made if there is none. Waits for the disk, so call it in a thread.
+    """Open the journal in a folder, or make one. Waits for the disk, so call this in a thread.
 
     The folder is locked until `stop`, or the end of this process.
 
     Args:
         folder: The folder. It is made, with mode 0700, if only its parent exists.
         boot_id: The id of the host's boot (random(4)). Leases of another boot ended with that boot; their fences stay.
-          A membership in a fleet from another boot, or from a journal in another folder, is forgotten: this may be a
-          copy of it.
+          A membership in a fleet from another boot, or from a journal in another folder, is forgotten, because this
+          journal may be a copy.
 
     Raises:
         JournalBroken: It can't be used.
@@ -391,14 +391,14 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
 
 
 def _folder_of(fd: int) -> str:
-    """Return what distinguishes an open folder from every copy of it, while its file system is mounted (inode(7))."""
+    """Return a text that distinguishes an open folder from every copy, while its file system is mounted (inode(7))."""
     status = os.fstat(fd)
     return f"{status.st_dev:x}:{status.st_ino:x}"
 
 
 KEPT_TOMBSTONES: Final = 8192
-"""Number of ended leases, the most recent ones, for which tenants get the reason even after a restart. Bounds the file
-and the time to read it at the start; the table itself remembers more."""
+"""Number of ended leases, the most recent ones, for which tenants get the reason even after a restart. This bounds the
+file, and the time to read it at the start. The table itself remembers more."""
 
 KEPT_REGION_TOMBSTONES: Final = 2048
 """Like KEPT_TOMBSTONES, for regions. They are numbered separately, so that a tenant that opens regions in a loop
@@ -438,9 +438,9 @@ class JournalProjector:
     """Turns events and effects into changes of rows. It keeps track of the leases that have rows, and does no I/O.
 
     Args:
-        rows: Leases that have a row already.
+        rows: Leases that already have a row.
         next_tombstone: The number of the next lease's tombstone.
-        regions: Regions that have a row already.
+        regions: Regions that already have a row.
         next_region_tombstone: The number of the next region's tombstone.
         epochs: Names that have a row, with their highest epochs.
     """
@@ -453,12 +453,13 @@ class JournalProjector:
         next_region_tombstone: int = 0,
         epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
-        # By lease that has a row, its worker's pid (0: none). A lease gets a row when it is granted, or fenced before.
+        # For each lease with a row, its worker's pid, or 0. A lease gets a row when it is granted, or if it is fenced
+        # before that.
         self._pids = {lease.lease_id: lease.worker_pid for lease in rows}
         self._next_tombstone = next_tombstone
         self._epochs = HighestEpochs(epochs)
         self._next_region_tombstone = next_region_tombstone
-        # By lease, the regions that have a row.
+        # By lease, its regions that have a row.
         self._regions: dict[int, set[int]] = {}
         for region in regions:
             self._regions.setdefault(region.lease_id, set()).add(region.region_id)
@@ -487,7 +488,8 @@ class JournalProjector:
     ) -> None:
         match effect:
             case Granted(lease=lease):
-                # From its grant on a lease has a row: the next daemon needs the worker's process id to find the worker.
+                # From its grant on, a lease has a row, because the next daemon needs the worker's process id to find
+                # the worker.
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
                 # Epochs outlive their leases: a later claim of the name must have a higher one.
@@ -495,7 +497,7 @@ class JournalProjector:
                     changed = self._epochs.note(lease.name, lease.epoch)
                     changes += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
             case OpenRegion(lease_id=lease_id, region_id=region_id):
-                # The lease's row has the number of its last region, so it changes too.
+                # The lease's row has the number of its last region, so it changes, too.
                 self._update(lease_id, table, changes)
                 self._update_region(region_id, table, changes)
             case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
@@ -511,7 +513,7 @@ class JournalProjector:
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, changes)
             case LeaseLeft(lease=lease) | LeaseReturned(lease=lease):
-                # The lease has no worker now, or another one than before.
+                # The lease now has no worker, or a different one.
                 if lease.lease_id in self._pids:
                     self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
@@ -525,8 +527,8 @@ class JournalProjector:
                 self._update(lease.lease_id, table, changes)
             case RefuseWork(lease_id, cause):
                 self._update(lease_id, table, changes)
-                # Revoked ids are kept apart from tombstones, which are limited: a revoked lease must stay revoked for
-                # ever.
+                # Keep revoked ids apart from tombstones, whose number is limited: a revoked lease must stay revoked
+                # forever.
                 if cause is Cause.REVOKED and kind_of(lease_id) is WorkerKind.LEASE:
                     changes.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
             # A region that ends: a fenced one keeps its row, any other becomes a tombstone.
@@ -542,7 +544,7 @@ class JournalProjector:
             case LeaseEnded(lease=lease):
                 self._add_tombstone(lease.lease_id, lease, changes)
             case SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
-                # An operator vouched for the bytes: fences become tombstones, and their ids are kept as cleared.
+                # An operator vouched for the bytes, so fences become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
                     self._update_region(lease_id, table, changes)
                     self._add_tombstone(lease_id, table.get(lease_id), changes)
@@ -556,13 +558,13 @@ class JournalProjector:
                 changes.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
 
     def _update(self, lease_id: int, table: LeaseTable, changes: list[Change]) -> None:
-        """Write the row of a lease that has one, with the lease's present state."""
+        """Write the row of a lease that has one, with its present state."""
         worker_pid = self._pids.get(lease_id)
         if worker_pid is not None and (row := table.lease_row(lease_id, worker_pid)) is not None:
             changes.append(Change(RowKind.LEASE, lease_key(lease_id), row))
 
     def _add_tombstone(self, lease_id: int, lease: LeaseSnapshot | None, changes: list[Change]) -> None:
-        """Remove the row of a lease that is torn down, and keep a tombstone if it was a tenant's."""
+        """Remove the row of a lease that is torn down. Keeps a tombstone if the lease was a tenant's."""
         # Without a row, the lease was never granted, so the next daemon need not know it.
         if self._pids.pop(lease_id, None) is None:
             return
@@ -578,7 +580,7 @@ class JournalProjector:
         self._next_tombstone += 1
 
     def _update_region(self, region_id: int, table: LeaseTable, changes: list[Change]) -> None:
-        """Write the row of a region with its present state; remove it once nothing is left of the region."""
+        """Write the row of a region with its present state, or remove the row if nothing is left of the region."""
         row = table.regions.get(region_id)
         if row is not None:
             self._regions.setdefault(row.lease_id, set()).add(region_id)

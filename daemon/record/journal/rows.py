@@ -1,4 +1,4 @@
-"""The journal's rows: how they are encoded, written many at a time, and read when the journal is opened.
+"""The journal's rows: how they are encoded, written (many at a time), and read when the journal is opened.
 
 A row is a kind, a key and a value. Values are JSON objects with the names of the fields.
 """
@@ -63,15 +63,15 @@ _LATER_MEMBERS: Final[dict[str, object]] = {
     "entered": "",
     "folder": "",
 }
-"""Members that were added later, and their values where a row lacks them. A row leaves out these values."""
+"""Members that were added later, with the values that they have if a row lacks them. Rows leave out these values."""
 
 _TERMS: Final = frozenset(item.name for item in fields(LeaseTerms))
 
 _LEASE_NAMES: Final = frozenset(LeaseRow._fields) - {"terms"} | _TERMS
-"""Members of a lease's row: its terms are among the others."""
+"""Members of a lease's row, including its terms."""
 
 _LATER_OF_LEASE: Final = {name: before for name, before in _LATER_MEMBERS.items() if name in _LEASE_NAMES}
-"""The later members of a lease's row, in their order."""
+"""The later members of a lease's row, in order."""
 
 _later_values = attrgetter(*(f"terms.{name}" if name in _TERMS else name for name in _LATER_OF_LEASE))
 
@@ -109,7 +109,7 @@ class MembershipRow:
         beat: Number of the last heartbeat that was sent.
         run: Instance of the process that sent it.
         entered: Nonce of the record with which that process continued.
-        folder: Device and inode of the journal's folder: a copy has others.
+        folder: Device and inode of the journal's folder, which differ in a copy.
     """
 
     incarnation: int = 0
@@ -161,7 +161,8 @@ class Change(NamedTuple):
 
 def lease_key(lease_id: int) -> bytes:
     """Return the key of a lease's row, or of a region's."""
-    # Big-endian, here and below: SQLite compares blobs byte by byte, so rows come in the order of their numbers.
+    # Numbers are big-endian, here and below: SQLite compares blobs byte by byte, so rows come in the order of their
+    # numbers.
     return lease_id.to_bytes(LEASE_ID_BYTES, "big")
 
 
@@ -181,15 +182,15 @@ def spent_key(lease_id: int, nonce: bytes) -> bytes:
 
 
 def digest_of(kind: int, key: bytes, value: bytes) -> int:
-    """Return a row's part of the sum over all rows (mod 2^128), which reveals a row changed, lost or forged."""
-    # Include the key's length, so that no byte can move from the key to the value.
+    """Return a row's part of the sum over all rows (mod 2^128), which reveals changed, lost and forged rows."""
+    # Include the key's length, so that moving a byte between key and value changes the digest.
     data = b"%d %d %b%b" % (kind, len(key), key, value)
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
 
 KEPT_TEXTS: Final = 1024
 """Maximum number of encoded texts that are remembered: names of tenants and cards, states, causes. Most rows have no
-other."""
+others."""
 
 
 @lru_cache(maxsize=KEPT_TEXTS)
@@ -214,8 +215,7 @@ def encode(content: Kept) -> bytes:
 
 def _lease(row: LeaseRow) -> bytes:
     """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
-    # The members that every version of a row has come first; later ones follow only where they differ from their
-    # defaults.
+    # The members that every version of a row has come first. Later ones follow only if they differ from their defaults.
     terms = row.terms
     return (
         f'{{"lease_id":{row.lease_id},"tenant":{_text(row.tenant)},"card_uuid":{_text(row.card_uuid)},'
@@ -235,7 +235,7 @@ def _later_members(values: tuple[Any, ...]) -> str:
 
 
 def _tombstone(lease: LeaseSnapshot) -> bytes:
-    # The form is that of `_lease`, without the terms that an ended lease does not need.
+    # The form is the same as in `_lease`, without the terms, which an ended lease does not need.
     return (
         f'{{"lease_id":{lease.lease_id},"tenant":{_text(lease.tenant)},"card_uuid":{_text(lease.card_uuid)},'
         f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
@@ -296,7 +296,7 @@ def _read(shape: type[Shape], value: bytes) -> Shape:
 def _members(
     value: bytes, names: frozenset[str], shape: str, enums: Mapping[str, Callable[[Any], Enum]] = _ENUMS
 ) -> dict[str, Any]:
-    """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
+    """Read a row's members by name, with its enumerations. `names` has the members that it may have."""
     members = json.loads(value)
     # The members must include all of the first version, and none that this version does not know. No daemon wrote any
     # other row.
@@ -315,8 +315,8 @@ SCHEMA: Final = (
 )
 
 MAX_ROWS: Final = 256
-"""Maximum number of rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html);
-these need 768."""
+"""Maximum number of rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html),
+and this many rows need 768."""
 
 _COLUMNS: Final = 3
 """Values of a row: kind, key and value."""
@@ -337,7 +337,7 @@ class PutResult(NamedTuple):
     Attributes:
         sum_change: The change of the sum over all rows.
         digests: The digests of all rows of _REWRITTEN that were written.
-        removed: Rows of the earlier digests that do not exist any more.
+        removed: Rows with earlier digests that no longer exist.
     """
 
     sum_change: int
@@ -346,7 +346,7 @@ class PutResult(NamedTuple):
 
 
 def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowDigests) -> PutResult:
-    """Write changes within a transaction, only the last of each row. `digests`: digests of rows as they are now.
+    """Write changes within a transaction, only the last of each row. `digests` has the digests of the present rows.
 
     sqlite3 releases the interpreter lock at each step of a statement, and gets it back only when the broker's thread
     pauses. So hundreds of statements would take as long as the broker is busy. Therefore each statement takes many
@@ -378,7 +378,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowD
             if kind in _REWRITTEN:
                 written[row] = digest
     digest_change -= sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
-    # One statement for many rows of a kind, because each costs a switch between threads.
+    # Use one statement for many rows of a kind, because each costs a switch between threads.
     for kind, kind_keys in deleted_keys.items():
         for part in _parts(kind_keys, 1):
             connection.execute(_delete(len(part)), (int(kind), *part))
@@ -435,7 +435,8 @@ def _places(placeholder: str, count: int) -> str:
 
 
 Spent = tuple[int, bytes, int]
-"""A token that was used or revoked: its lease, its nonce, and when the last token of that nonce expires (mono ms)."""
+"""A token that was used or revoked: its lease, its nonce, and when the last token with this nonce expires (monotonic
+ms)."""
 
 
 @dataclass(slots=True)
@@ -446,7 +447,7 @@ class Contents:
         drain_ns: When the node's drain ends the remaining leases; None if there is none.
         card_drains: When each drained card's own drain ends its leases, by UUID.
         epochs: Names and the highest epoch that each had.
-        region_tombstones: Regions that ended last.
+        region_tombstones: The regions that ended most recently.
         membership: The node's last membership in a fleet; None if it had none.
         next_tombstone: The number of the next tombstone.
         next_region_tombstone: The number of the next region's tombstone.
@@ -528,12 +529,12 @@ class Contents:
         """Change the contents as a restart of the host does, and return the changes of rows.
 
         No process of another boot runs, and its times have no meaning now. Fences stay until an operator clears them.
-        Drains stay too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
+        Drains stay, too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
         this is the host that was a member of the fleet, or one with a copy of its disk, so the membership is forgotten.
         """
         # Every process of the other boot is gone, so regions end first, while their leases are still known.
         changes = [*self._end_regions(), *self.forget_membership()]
-        # A fenced lease keeps its fence, without the times of the other boot; any other lease becomes a tombstone.
+        # A fenced lease keeps its fence, without the times of the other boot. Any other lease becomes a tombstone.
         for lease in self.leases:
             changes.append(Change(RowKind.LEASE, lease_key(lease.lease_id), None))
             # Fenced bytes stay fenced: a restart of the host does not prove that a card's memory is free for all
@@ -574,12 +575,12 @@ class Contents:
         return [Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, self.membership)]
 
     def _end_regions(self) -> list[Change]:
-        """End all regions, because their sessions have ended, those of fenced leases too."""
+        """End all regions, because their sessions have ended, even those of fenced leases."""
         changes = []
         leases = {lease.lease_id: lease for lease in self.leases}
         for region in self.regions:
             changes.append(Change(RowKind.REGION, lease_key(region.region_id), None))
-            # A returned region's end is known to its tenant already, and has a tombstone.
+            # A returned region's tenant already knows of the end, which has a tombstone.
             if region.state is not RegionState.RETURNED and (lease := leases.get(region.lease_id)) is not None:
                 self.region_tombstones.append(_region_ended_with_host(region, lease))
                 key = number_key(self.next_region_tombstone)
@@ -618,7 +619,7 @@ def _ended_with_host(lease: LeaseRow) -> LeaseSnapshot:
 
 
 def _region_ended_with_host(region: RegionRow, lease: LeaseRow) -> LeaseSnapshot:
-    # Begin with the tombstone of its lease, and put the region's own members in place of the lease's.
+    # Begin with the tombstone of its lease, and replace the lease's members by the region's own.
     ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
     return ended._replace(
         name="",

@@ -31,13 +31,13 @@ class NodeCollector(Collector):
         self._families = families
 
     def describe(self) -> Iterator[Metric]:
-        """Yield every family without values, which a registry asks for when the collector is registered."""
+        """Yield every family, without values. A registry asks for this when the collector is registered."""
         for family in self._families:
             yield Metric(family.name, family.meaning, family.kind.value)
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family that has values. Each is created only when it is reached."""
-        # The values are read once, so that all families of a scrape show the same moment.
+        # Read the values once, so that all families of a scrape show the same moment.
         content = self._read()
         for family in self._families:
             # Leave out a family without values, which would only show that it exists.

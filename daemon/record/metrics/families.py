@@ -6,7 +6,7 @@ Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base unit
 which the exposition adds to the family's name (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is scraped as
 `gpu_lease_acquired_total`. Cards are labelled `UUID`, in capitals, as dcgm-exporter labels them, so that the two can be
 joined. No label names a lease, because the number of leases has no bound: families of sessions sum up all sessions that
-a tenant has on a card. The model server has its own names (`client/serve/models/model_metrics.py`), none of them here.
+a tenant has on a card. The model server has separate names (`client/serve/models/model_metrics.py`).
 
 Below the families are the containers for their values. `exposition` makes the text of a scrape from them.
 """
@@ -343,9 +343,9 @@ OTHERS: Final = "other"
 """The label of all tenants beyond the maximum number."""
 
 MAX_TENANT_SERIES: Final = 64
-"""Maximum number of tenants with a label of their own. Names come and go on a host of many users: without the
-bound, the daemon, every scrape and Prometheus would grow forever. A known tenant keeps its label, because its counters
-would otherwise decrease."""
+"""Maximum number of tenants with a label of their own. Names come and go on a host with many users: without the bound,
+the daemon, every scrape and Prometheus would grow forever. A known tenant keeps its label, because its counters would
+otherwise decrease."""
 
 MAX_PAIR_SERIES: Final = 512
 """Maximum number of combinations of cards and tenants: on a host with more than 8 cards, fewer tenants have a label.
@@ -357,7 +357,7 @@ MAX_LABEL_CHARS: Final = 112
 
 @dataclass(slots=True)
 class Distribution:
-    """Observations: how many fall under each bound and above the last one, and their sum."""
+    """Observations: how many are under each bound and above the last one, and their sum."""
 
     counts: list[int]
     total: float = 0.0
@@ -401,7 +401,7 @@ class TenantLabels:
         if label is None:
             if len(self._known) >= self.most:
                 return OTHERS
-            # Names come from settings and certificates; the exposition is UTF-8.
+            # Names come from settings and certificates, but the exposition is UTF-8.
             label = encodable(tenant)[:MAX_LABEL_CHARS]
             self._known[tenant] = label
         return label

@@ -13,7 +13,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 RECYCLED: Final = "recycled"
-"""The state of a ready context that is kept for the tenant that it has served."""
+"""The state of a ready context that is kept for the tenant that it served."""
 
 Values = Mapping[Labels, float]
 
@@ -23,7 +23,7 @@ class TenantTotals:
     """Sums over live leases and open regions, by card and tenant.
 
     They may be added up over several turns of the broker's loop, because ten thousand leases take tens of milliseconds.
-    Each lease counts as it is when it is added.
+    Each lease counts with its state at the time when it is added.
 
     Attributes:
         fenced: Numbers of fenced leases, by card.
@@ -57,9 +57,10 @@ class NodeFacts:
 
     Attributes:
         tenants: Sums over leases and regions.
-        pairs: Each card and tenant that ever had a lease together; their gauges are 0 while they have none.
+        pairs: Each pair of card and tenant that ever had a lease. Its gauges are 0 while it has none.
         booked_bytes: Bytes that the lease table has booked for live leases, by card, at the same moment as `cards`.
-        stray_bytes: Bytes that no process holds and that are not booked, by card, without cards that did not answer.
+        stray_bytes: Used bytes that no process holds and that are not booked, by card, without cards that did not
+            answer.
         busy_ratios: The part of the last second in which sessions used a card, by card, without cards that have no
             session.
         checks: The results of the readiness checks, by name.
@@ -164,7 +165,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},
         # There are two kinds of leaks: the card's sum differs from the table's, or used bytes belong to no process.
-        # Leave out cards that did not answer: no value is better than a wrong 0.
+        # Leave out cards that did not answer, because no value is better than a wrong 0.
         families.LEAKED_BYTES: {
             (card.uuid,): abs(card.held_bytes - facts.booked_bytes.get(card.uuid, 0)) + facts.stray_bytes[card.uuid]
             for card in cards
@@ -187,7 +188,7 @@ POOL_STATES: Final = tuple(state.value for state in WarmState if state is not Wa
 
 
 def _state_of(context: WarmSnapshot) -> str:
-    # For the pool, a worker that is held counts as leaving its session.
+    # In the pool, a worker that is held counts as leaving its session.
     state = WarmState.DROPPING if context.state is WarmState.HELD else context.state
     return RECYCLED if context.is_recycled and state is WarmState.READY else state.value
 

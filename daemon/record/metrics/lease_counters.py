@@ -34,7 +34,7 @@ _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families}
     families.PARKED_AHEAD,
     families.PARKED_AHEAD_BYTES,
 }
-"""The families whose values are counts of facts. Those named here depend on more than a fact's kind."""
+"""The families whose values are counts of facts. The families named here depend on more than a fact's kind."""
 
 _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
@@ -70,7 +70,7 @@ class LeaseCounters:
     Attributes:
         counters: The counters' values, by family.
         histograms: The distributions, by family.
-        pairs: Each card and tenant that had a lease together, in the order of their first leases.
+        pairs: Each pair of card and tenant that had a lease, in the order of their first leases.
     """
 
     def __init__(self, cards: Sequence[str], tenants: TenantLabels | None = None) -> None:
@@ -105,7 +105,7 @@ class LeaseCounters:
                 is_region = fact.lease is not None and fact.lease.parent_id != 0
                 for family in row.of_regions if is_region else row.counts:
                     self._count(family, fact)
-                # Only if the lease had been granted, which sets `began_ns`, does its end count as the end of a life.
+                # The end counts as the end of a life only if the lease had been granted, which sets `began_ns`.
                 if fact.times.began_ns is not None:
                     for family in row.lives_of_regions if is_region else row.counts_lives:
                         self._count(family, fact)
@@ -147,7 +147,7 @@ class LeaseCounters:
         labels = (card_uuid, self._tenants.of(tenant))
         if labels not in self.pairs:
             self.pairs[labels] = None
-            # A rate needs a value from before the first event.
+            # A rate needs a value before the first event.
             for family in _OF_PAIRS:
                 self.counters[family][labels] = 0.0
         return labels
@@ -206,7 +206,7 @@ class LeaseCounters:
         lease, times = fact.lease, fact.times
         if lease is None:
             return
-        # A fenced lease has ended without proof: it has no reclaim time, but it has a lifetime.
+        # A fenced lease ended without proof, so it has a lifetime but no reclaim time.
         is_proved = fact.kind is FactKind.ENDED and times.over_ns is not None
         if is_region:
             if is_proved and times.began_ns is not None and times.cause is not None:
