@@ -1,5 +1,6 @@
 """The caller of a control request: its connection, with that connection's peer, tokens and leases."""
 
+import time
 from collections.abc import Callable
 from dataclasses import field
 from typing import Final, Protocol
@@ -61,6 +62,11 @@ class ClientConnection(Protocol):
 
     def serve_next(self) -> None:
         """Serve the requests that the peer sent after an ATTACH or GPU_SUBMIT that was refused."""
+
+
+def unix_s_after(left_ms: int) -> int:
+    """Return the time in `left_ms` on the wall clock, for people. Only monotonic deadlines are binding."""
+    return int(time.time() + left_ms / 1000)
 
 
 ACQUIRED_STEP: Final = 256

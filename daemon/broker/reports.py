@@ -16,7 +16,8 @@ from gpulease.daemon.leases import (
     ParkSnapshot,
     RegionRow,
     SubmitSnapshot,
-    ends_ns,
+    ms_until,
+    remaining_ms,
 )
 from gpulease.daemon.leases.parking import Parking, ParkPace
 from gpulease.daemon.leases.time_account import LeaseTimeUse
@@ -136,7 +137,7 @@ def region_report(region: RegionRow) -> dict[str, Any]:
 
 def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:
     """Report how long a lease may be without a connection, and how much of that time is left (None while connected)."""
-    left_ms = None if due_ns is None else _left_ms(due_ns, now_ns)
+    left_ms = None if due_ns is None else ms_until(due_ns, now_ns)
     return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
 
 
@@ -199,32 +200,14 @@ def inventory(
 
 def drain_left_ms(table: LeaseTable) -> int | None:
     """Return the time until the node's drain ends the remaining leases, in ms, rounded up; None without a drain."""
-    return None if table.drain_ns is None else _left_ms(table.drain_ns, time.monotonic_ns())
+    return None if table.drain_ns is None else ms_until(table.drain_ns, time.monotonic_ns())
 
 
 def drain_status(outcome: DrainSet) -> DrainStatus:
     """Return the reply to DRAIN, DRAIN_CANCEL and CARD_DRAIN."""
     deadline_ns = outcome.deadline_ns
-    left_ms = None if deadline_ns is None else _left_ms(deadline_ns, time.monotonic_ns())
+    left_ms = None if deadline_ns is None else ms_until(deadline_ns, time.monotonic_ns())
     return DrainStatus(left_ms, outcome.active_leases)
-
-
-def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
-    """Return the milliseconds that a lease has left; 0 after its end. Rounded up, so that a live lease never shows 0.
-
-    A drain ends the lease at `drain_ns` at the latest.
-    """
-    return 0 if lease.deadline_ns is None else _left_ms(ends_ns(lease.deadline_ns, drain_ns), now_ns)
-
-
-def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
-    """Return the deadline on the wall clock, for people. Only the monotonic deadline is binding."""
-    return int(time.time() + remaining_ms(lease, now_ns, drain_ns) / 1000)
-
-
-def _left_ms(deadline_ns: int, now_ns: int) -> int:
-    # Integer division, rounded up.
-    return -(-max(0, deadline_ns - now_ns) // NS_PER_MS)
 
 
 def _submit(submit: SubmitSnapshot) -> dict[str, Any]:
@@ -270,5 +253,5 @@ def _details(card: CardSnapshot, driver: str, now_ns: int) -> dict[str, Any]:
         "parked_bytes": card.parked_bytes,
         "unowned_bytes": card.unowned_bytes,
         "outside_bytes": card.outside_bytes,
-        "card_drain_left_ms": None if card.drain_ns is None else _left_ms(card.drain_ns, now_ns),
+        "card_drain_left_ms": None if card.drain_ns is None else ms_until(card.drain_ns, now_ns),
     }

@@ -150,7 +150,7 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.park_state import ParkCause, ParkFailure, ParkPhase, ParkSnapshot
 from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow, WarmRow
-from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
+from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ms_until, remaining_ms
 from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.wait_queue import WaiterSnapshot
 
@@ -313,6 +313,7 @@ __all__ = [
     "WorkerReplaced",
     "WorkerScrubbed",
     "WorkerUnlisted",
-    "ends_ns",
     "kind_of",
+    "ms_until",
+    "remaining_ms",
 ]

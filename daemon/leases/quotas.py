@@ -532,7 +532,7 @@ class LeasePhase:
 
     def left_ms(self, now_ns: int) -> int:
         """Return the time until the next phase in milliseconds, rounded up; 0 if unknown."""
-        return 0 if self.until_ns is None else -(-max(0, self.until_ns - now_ns) // NS_PER_MS)
+        return 0 if self.until_ns is None else ms_until(self.until_ns, now_ns)
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
@@ -546,6 +546,19 @@ class LeasePhase:
 def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
     """Return when a lease with that deadline ends, unless it is ended sooner."""
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns)
+
+
+def ms_until(deadline_ns: int, now_ns: int) -> int:
+    """Return the milliseconds until a time, rounded up; 0 after it."""
+    return -(-max(0, deadline_ns - now_ns) // NS_PER_MS)
+
+
+def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
+    """Return the milliseconds that a lease has left; 0 after its end. Rounded up, so that a live lease never shows 0.
+
+    A drain ends the lease at `drain_ns` at the latest.
+    """
+    return 0 if lease.deadline_ns is None else ms_until(ends_ns(lease.deadline_ns, drain_ns), now_ns)
 
 
 def phase_of(lease: Lease, drain: Drain | None, now_ns: int) -> LeasePhase:

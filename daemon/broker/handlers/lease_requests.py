@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
+from gpulease.daemon.broker.caller import Caller, unix_s_after
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.leases import (
@@ -29,6 +28,7 @@ from gpulease.daemon.leases import (
     RenewRequested,
     SessionMoved,
     SessionParkDone,
+    remaining_ms,
 )
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
@@ -126,13 +126,9 @@ class LeaseHandler:
                 self._caller.answer_denied(request, outcome)
                 return
             self._caller.hold(outcome.lease.lease_id)
-            now_ns = time.monotonic_ns()
             lease = outcome.lease
-            drain_ns = self._runtime.table.drain_ns_of(lease.card_uuid)
-            renewed = messages.LeaseRenewed(
-                lease.generation, remaining_ms(lease, now_ns, drain_ns), expires_at_unix_s(lease, now_ns, drain_ns)
-            )
-            self._caller.answer(request, renewed)
+            left_ms = remaining_ms(lease, time.monotonic_ns(), self._runtime.table.drain_ns_of(lease.card_uuid))
+            self._caller.answer(request, messages.LeaseRenewed(lease.generation, left_ms, unix_s_after(left_ms)))
 
         lease_id, permission = body.lease_id, SPECS[request.op].needs.permissions
         region = self._runtime.table.get(lease_id)
@@ -226,13 +222,13 @@ class LeaseHandler:
         # From here on the lease counts as connected by this connection.
         self._caller.note_acquired(lease.lease_id)
         self._caller.hold(lease.lease_id)
-        now_ns = time.monotonic_ns()
+        left_ms = remaining_ms(lease, time.monotonic_ns())
         grant = messages.LeaseGrant(
             lease_id=lease.lease_id,
             generation=lease.generation,
             size_bytes=lease.size_bytes,
-            ttl_ms=remaining_ms(lease, now_ns),
-            expires_at_unix_s=expires_at_unix_s(lease, now_ns),
+            ttl_ms=left_ms,
+            expires_at_unix_s=unix_s_after(left_ms),
             exclusivity=int(lease.exclusivity),
             card_uuid=lease.card_uuid,
         )

@@ -6,8 +6,7 @@ LEASE_RENEW, LEASE_FREE, LEASE_REVOKE, LEASE_QUERY and LEASE_SUBSCRIBE accept a 
 import secrets
 import time
 
-from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
+from gpulease.daemon.broker.caller import Caller, unix_s_after
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract.regions_page import REGION_GRANULE_BYTES
@@ -19,6 +18,7 @@ from gpulease.daemon.leases import (
     RegionRequested,
     Resized,
     ResizeRequested,
+    remaining_ms,
 )
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.protocol import messages
@@ -127,13 +127,13 @@ class RegionHandler:
             self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))
             return
         self._caller.note_acquired(region.lease_id)
-        now_ns, drain_ns = time.monotonic_ns(), self._runtime.table.drain_ns_of(region.card_uuid)
+        left_ms = remaining_ms(region, time.monotonic_ns(), self._runtime.table.drain_ns_of(region.card_uuid))
         grant = messages.RegionGrant(
             lease_id=region.lease_id,
             generation=region.generation,
             size_bytes=region.size_bytes,
-            ttl_ms=remaining_ms(region, now_ns, drain_ns),
-            expires_at_unix_s=expires_at_unix_s(region, now_ns, drain_ns),
+            ttl_ms=left_ms,
+            expires_at_unix_s=unix_s_after(left_ms),
             address=granted.address,
             slot=granted.slot,
             number=granted.number,

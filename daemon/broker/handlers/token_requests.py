@@ -2,7 +2,7 @@
 
 import time
 
-from gpulease.daemon.broker.caller import Caller
+from gpulease.daemon.broker.caller import Caller, unix_s_after
 from gpulease.daemon.broker.token_service import refusing
 from gpulease.daemon.capabilities.claims import NONCE_BYTES, CapabilityRequest, Claims, Demand
 from gpulease.daemon.contract.guests import mark_of
@@ -50,15 +50,17 @@ class TokenHandler:
             claims,
             self._service.name_of(capability_request.audience, peer),
         )
+        left_ms = _left_ms(claims)
         issued = messages.CapabilityGrant(
-            grant.token, grant.public_key, claims.generation, _left_ms(claims), _expires_at_unix_s(claims)
+            grant.token, grant.public_key, claims.generation, left_ms, unix_s_after(left_ms)
         )
         self._caller.answer(request, issued)
 
     def capability_present(self, request: Request, body: messages.CapabilityPresent) -> None:
         claims = self._tokens.present(body.token, ALL_PERMISSIONS)
+        left_ms = _left_ms(claims)
         reply = messages.CapabilityHeld(
-            claims.lease_id, int(claims.permissions), claims.generation, _left_ms(claims), _expires_at_unix_s(claims)
+            claims.lease_id, int(claims.permissions), claims.generation, left_ms, unix_s_after(left_ms)
         )
         self._caller.answer(request, reply)
 
@@ -150,7 +152,3 @@ class TokenHandler:
 
 def _left_ms(claims: Claims) -> int:
     return max(0, claims.expires_ms - time.monotonic_ns() // NS_PER_MS)
-
-
-def _expires_at_unix_s(claims: Claims) -> int:
-    return int(time.time() + _left_ms(claims) / 1000)

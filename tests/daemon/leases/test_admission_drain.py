@@ -31,9 +31,8 @@ from gpulease.daemon.leases import (
     Warned,
     WorkerExited,
     WorkerReady,
-    ends_ns,
 )
-from gpulease.daemon.leases.quotas import CARD_DRAINS, DRAINS, ENDS_SOON, RENEWAL_SLACK_MS
+from gpulease.daemon.leases.quotas import CARD_DRAINS, DRAINS, ENDS_SOON, RENEWAL_SLACK_MS, remaining_ms
 from gpulease.protocol.opcodes import Phase
 
 from .scenario import MS, S, Scenario, armed, card, denied, end, one, placed
@@ -108,7 +107,7 @@ def test_renewals_reach_to_the_deadline(had_ms: int, asked_ms: int, lasts_ns: in
     renewed = one(renew(s, asked_ms), Renewed).lease
     assert renewed.deadline_ns is not None
     assert renewed.deadline_ns - s.now_ns == lasts_ns
-    assert ends_ns(renewed.deadline_ns, s.table.drain_ns) == min(s.now_ns + 5 * S, renewed.deadline_ns)
+    assert remaining_ms(renewed, s.now_ns, s.table.drain_ns) == min(5_000, lasts_ns // MS)
     s.at(5).do(DrainTimerFired())
     assert s.lease(1).cause in (Cause.DRAINED, Cause.EXPIRED)
     assert s.lease(1).cause is Cause.DRAINED or lasts_ns < 5 * S
