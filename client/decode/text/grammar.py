@@ -377,6 +377,27 @@ class Grammars:
         )
 
 
+_NOTHING_FITS: Final = "NoExtensionBias"
+"""The library's error if no token can come first."""
+
+_SCHEMA_ERROR: Final = re.compile(
+    r"at \d+\(\d+\): failed to compile JSON schema: (.*?)\s*(?:\n +\d+ \| .*)?", re.DOTALL
+)
+"""The library's error of a JSON Schema: its place in the grammar, the reason, and lines of the grammar."""
+
+_SCHEMA_REASONS: Final = (
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), r"the JSON schema has keywords that are not supported: \1"),
+    (re.compile(r"Unsatisfiable schema: (.*)", re.DOTALL), r"the JSON schema allows no value: \1"),
+    (re.compile(r"Pointer '(.*)' does not exist"), r"the JSON schema has no #\1, to which a $ref refers"),
+    (re.compile(r"Resource '(.*)' is not present in a registry.*"), r"the JSON schema refers to \1, outside of itself"),
+    (re.compile(r"Unknown format: (.*)"), r"the JSON schema has a format that is not supported: \1"),
+    (re.compile(r"Invalid type: (.*)"), r"the JSON schema has an unknown type: \1"),
+    (re.compile(r"Expected f64 for '(.*)', got (.*)", re.DOTALL), r"the JSON schema's \1 must be a number, not \2"),
+    (re.compile(r"Expected (.*) for '(.*)', got (.*)", re.DOTALL), r"the JSON schema's \2 must be \1, not \3"),
+)
+"""Reasons of the library for refusing a JSON Schema, and what callers read instead."""
+
+
 def _check_work(text: str) -> None:
     """Raise GrammarRefused for a grammar that causes much work outside llguidance's own limits."""
     expanded: float = sum(expanded_items(match[1]) for match in _REGEX_LINE.finditer(text))
@@ -527,7 +548,20 @@ def _check_matcher(matcher: Any) -> None:
     if error.startswith(_PANIC):
         # The rest is a backtrace of some kilobytes.
         raise LibraryPanicked(error.splitlines()[0])
-    raise _refused(error)
+    raise _refused(_in_our_words(error))
+
+
+def _in_our_words(error: str) -> str:
+    """Return the library's reason for a caller: without the grammar that was made here from the caller's schema."""
+    if error.startswith(_NOTHING_FITS):
+        return "no text can match it, for example because a $ref leads back to itself"
+    located = _SCHEMA_ERROR.fullmatch(error)
+    if located is None:
+        return error
+    for pattern, words in _SCHEMA_REASONS:
+        if (reason := pattern.fullmatch(located[1])) is not None:
+            return reason.expand(words)
+    return f"the JSON schema: {located[1]}"
 
 
 def _guarded(work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -179,9 +180,46 @@ def test_sensible_grammars_are_taken_and_have_a_first_mask_within_the_limits(gra
 
 
 @pytest.mark.parametrize("divisor", ["x", True])
-def test_a_divisor_that_is_wrong_is_refused_as_the_library_says(divisor: object) -> None:
-    with pytest.raises(GrammarRefused, match="failed to compile JSON schema"):
+def test_a_divisor_that_is_wrong_is_refused(divisor: object) -> None:
+    with pytest.raises(GrammarRefused, match="JSON schema's multipleOf must be"):
         check_grammar(json_grammar({"type": "integer", "multipleOf": divisor}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {}}, 'has keywords that are not supported: "not"'),
+        (
+            {"type": "string", "minLength": 5, "maxLength": 2},
+            "allows no value: minLength (5) is greater than maxLength",
+        ),
+        ({"$ref": "#/definitions/x"}, "has no #/definitions/x, to which a $ref refers"),
+        ({"$ref": "http://x/y"}, "refers to http://x/y, outside of itself"),
+        ({"type": "string", "format": "zz"}, "has a format that is not supported: zz"),
+        ({"type": "foo"}, "has an unknown type: foo"),
+        ({"type": "string", "minLength": "x"}, "minLength must be "),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"enum": 5}, "enum must be an array"),
+    ],
+)
+def test_a_schema_is_refused_in_words_of_its_author(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(GrammarRefused, match=re.escape(words)) as raised:
+        check_grammar(json_grammar(schema))
+    assert "the schema or grammar can't be followed: the JSON schema" in str(raised.value)
+    assert not any(inner in str(raised.value) for inner in ("%llguidance", "%json", "failed to compile", "start:"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}],
+    ids=["itself", "in a list", "a name"],
+)
+def test_a_schema_that_leads_back_to_itself_matches_no_text(schema: dict[str, Any]) -> None:
+    async def part(grammars: Grammars) -> None:
+        with pytest.raises(GrammarRefused, match=r"no text can match it, .* because a \$ref leads back to itself"):
+            await grammars.compile("ann", json_grammar(schema))
+
+    played(part)
 
 
 def test_a_grammar_that_needs_too_much_work_fails_alone_wherever_that_shows() -> None:
