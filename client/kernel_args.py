@@ -1,5 +1,6 @@
 """Kernel arguments, packed as the wire needs them: little-endian, without gaps."""
 
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class KernelArgs:
         # struct checks type and range in one step. Translate its error, which does not name the argument.
         try:
             self.data += _PACK_U32(value)
-        except struct.error:
+        except (struct.error, TypeError):
             raise self._misfit(value, "a u32, an integer from 0 to 2**32 - 1") from None
         self.kinds += _U32
         return self
@@ -107,7 +108,7 @@ class KernelArgs:
         """Append an unsigned integer of 8 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_U64(value)
-        except struct.error:
+        except (struct.error, TypeError):
             raise self._misfit(value, "a u64, an integer from 0 to 2**64 - 1") from None
         self.kinds += _U64
         return self
@@ -116,7 +117,7 @@ class KernelArgs:
         """Append a signed integer of 4 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_I32(value)
-        except struct.error:
+        except (struct.error, TypeError):
             raise self._misfit(value, "an i32, an integer from -2**31 to 2**31 - 1") from None
         self.kinds += _I32
         return self
@@ -125,7 +126,7 @@ class KernelArgs:
         """Append a signed integer of 8 bytes. Raises InvalidRequest if the value does not fit."""
         try:
             self.data += _PACK_I64(value)
-        except struct.error:
+        except (struct.error, TypeError):
             raise self._misfit(value, "an i64, an integer from -2**63 to 2**63 - 1") from None
         self.kinds += _I64
         return self
@@ -153,6 +154,11 @@ class KernelArgs:
 
         Raises InvalidHandle if the buffer is freed, or too small for the offset.
         """
+        if type(offset) is not int:
+            try:
+                offset = operator.index(offset)
+            except TypeError:
+                raise self._misfit(offset, "a buffer with an integer as its offset") from None
         # An array is its buffer plus the place of its first element.
         if isinstance(buffer, ArrayView):
             offset += buffer.layout.offset

@@ -1,4 +1,4 @@
-"""Checks of strings from the program. A string that can't be sent is refused in the call to which it was passed."""
+"""Checks of strings and callbacks from the program, in the call to which they are passed."""
 
 from typing import Any, Final
 
@@ -70,3 +70,9 @@ def bounded(text: Any, subject: str, most_bytes: int) -> str:
 def kernel_name(name: Any, operation: str) -> str:
     """Return a kernel's name if the protocol can carry it. Raises InvalidRequest otherwise."""
     return bounded(name, f"{operation}: a kernel's name", MAX_KERNEL_NAME_BYTES)
+
+
+def check_callback(callback: Any, subject: str) -> None:
+    """Raise InvalidRequest if a value can't be called: a thread or task would call it later, and its event be lost."""
+    if not callable(callback):
+        raise InvalidRequest(f"{subject} must be a function, not {quoted(callback)}")

@@ -20,6 +20,7 @@ from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import nothing
+from gpulease.client.texts import check_callback
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty
@@ -291,6 +292,7 @@ class GpuLease(LeaseView):
             callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
         """
         # Use a separate connection and task, so that the warning comes even while this lease's operations wait.
+        check_callback(callback, "on_warning: the callback")
         return WarningWatch(self._state.event_stream(), callback)
 
     async def __aenter__(self) -> Self:

@@ -275,7 +275,8 @@ def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
         return narrow
     try:
         checked: np.dtype[Any] = np.dtype(dtype)
-    except (TypeError, ValueError, UnicodeError) as error:
+    # numpy reads some texts as Python's literals.
+    except (TypeError, ValueError, SyntaxError) as error:
         raise InvalidRequest(
             f"{operation}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
         ) from None

@@ -58,7 +58,7 @@ from gpulease.client.errors import (
     error_of,
 )
 from gpulease.client.fork_guard import OWNED_BY_PARENT, register
-from gpulease.client.texts import quoted
+from gpulease.client.texts import check_callback, quoted
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.session_words import SessionWords
@@ -613,6 +613,8 @@ class LeaseHandle:
         """
         operation = operation_of(Opcode.LEASE_NOTE)
         # All records are sent together, so the daemon must be able to accept all of them at once.
+        if not isinstance(several, Sequence) or isinstance(several, str | bytes | bytearray):
+            raise InvalidRequest(f"notes: the argument must be a sequence of notes, not {quoted(several)}")
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: at most {MAX_NOTES} at once, not {len(several)}")
         if self.end_failure is not None:
@@ -851,6 +853,8 @@ class SizeCleanUp(ReplyCleanUp):
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
     """Encode a note in the audit log's canonical form. Raises InvalidRequest if it is too long, or not JSON."""
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(f"note: it must be a mapping, not {quoted(data)}")
     # Sort the keys and write no blanks, so that two notes with the same content are the same bytes.
     try:
         text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
@@ -1268,6 +1272,15 @@ class RenewalSchedule:
 
 OnLoss = Callable[[GpuLeaseError], None]
 """A function called once, with the error that says why a lease is lost."""
+
+
+def check_renewal(lease: Any, on_loss: Any) -> None:
+    """Raise InvalidRequest unless these are a lease or region that can be renewed, and a function or None."""
+    state = getattr(lease, "_state", None)
+    if not isinstance(state, LeaseHandle):
+        raise InvalidRequest(f"keep_alive: the argument must be a lease or a region, not {quoted(lease)}")
+    if on_loss is not None:
+        check_callback(on_loss, "keep_alive: on_loss")
 
 
 def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:

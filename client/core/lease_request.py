@@ -111,15 +111,17 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
 
     Raises InvalidRequest for a time that does not fit.
     """
-    # bool is an int in Python. A string of digits is a mistake with a hint of its own.
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    # bool is an int in Python. A string of digits is a mistake with a hint of its own. An int is finite, and may be too
+    # large for a float.
+    is_number = isinstance(seconds, int) or (isinstance(seconds, float) and math.isfinite(seconds))
+    if isinstance(seconds, bool) or not is_number:
         hint = "Give seconds as a number, such as 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{subject} must be a number of seconds, not {quoted(seconds)}", hint)
     # Round up: a lease of 0.0001 s must not become one of 0 ms.
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
         raise InvalidRequest(
-            f"{subject} must be from {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s"
+            f"{subject} must be from {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {quoted(seconds)} s"
         )
     return value
 
@@ -340,5 +342,5 @@ def whole(value: Any, subject: str, *, least: int, most: int) -> int:
     except (AttributeError, TypeError):
         raise InvalidRequest(f"{subject} must be an integer, not {quoted(value)}") from None
     if not least <= number <= most:
-        raise InvalidRequest(f"{subject} must be from {least} to {most}, not {number}")
+        raise InvalidRequest(f"{subject} must be from {least} to {most}, not {quoted(number)}")
     return int(number)

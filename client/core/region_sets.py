@@ -61,8 +61,14 @@ class RegionSets:
         Raises Unsupported, InvalidHandle, or InvalidRequest (also while the session records).
         """
         self._operations.check_recording("region_set")
+        if not isinstance(regions, Iterable):
+            raise InvalidRequest(f"region_set: the argument must be several regions, not {quoted(regions)}")
         # Drop repeated regions, and keep the order.
-        return self._make(tuple(dict.fromkeys(regions)))
+        listed = list(regions)
+        for region in listed:
+            if not isinstance(region, RegionView):
+                raise InvalidHandle(f"region_set: the regions must be Region objects, not {quoted(region)}")
+        return self._make(tuple(dict.fromkeys(listed)))
 
     def _make(self, regions: tuple[RegionView, ...]) -> Procedure[RegionSet]:
         if not self.granule_bytes:
@@ -74,8 +80,6 @@ class RegionSets:
             raise InvalidRequest(f"region_set: a set must have 1 to {MAX_REGIONS} regions, not {len(regions)}")
         # Check the regions here, because the error of a launch with the set could not say which region is wrong.
         for region in regions:
-            if not isinstance(region, RegionView):
-                raise InvalidHandle(f"region_set: the regions must be Region objects, not {quoted(region)}")
             region.check(self._attachment, "region_set")
         named = RegionSetBody(tuple(RegionRef(region._state.slot, region._state.number) for region in regions))
         making = self._operations.make(

@@ -25,6 +25,7 @@ from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import error_of
 from gpulease.client.fork_guard import OWNED_BY_PARENT
 from gpulease.client.handles import BorrowedBuffer, Module
+from gpulease.client.texts import check_callback
 from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import shared_memory_request
 from gpulease.client.transport.spin_policy import spin_policy_of
@@ -145,7 +146,7 @@ class SessionView:
             shape: One size, or a size per dimension.
             dtype: The elements' numpy dtype.
 
-        Raises InvalidRequest for a `dtype` that numpy does not know.
+        Raises InvalidRequest for a `dtype` that numpy does not know, or for a shape that no array can have.
         """
         # A forked child shares the arena with its parent: new arrays in it would overwrite the parent's.
         if self._session.attachment.end is OWNED_BY_PARENT:
@@ -208,8 +209,10 @@ class SessionView:
         """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
 
         None stops this. The sync calls `callback` only if something was printed, and lets its exceptions through.
-        Raises Unsupported if the session's daemon is too old.
+        Raises Unsupported if the session's daemon is too old, InvalidRequest if `callback` can't be called.
         """
+        if callback is not None:
+            check_callback(callback, "on_printed: the callback")
         self._session.attachment.require(Opcode.PRINTED, "on_printed")
         self._on_printed = callback
 

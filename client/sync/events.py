@@ -14,7 +14,14 @@ from gpulease.client.core.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.core.lease import OnLoss, RenewableLease, RenewalSchedule, keep_renewed, raise_unreported
+from gpulease.client.core.lease import (
+    OnLoss,
+    RenewableLease,
+    RenewalSchedule,
+    check_renewal,
+    keep_renewed,
+    raise_unreported,
+)
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
@@ -160,5 +167,8 @@ def keep_alive(
         lease: The lease or region. It is referenced weakly, so dropping it ends the renewals.
         on_loss: Called once, from the thread, with the error that says why the lease is lost.
         schedule: When to renew; the default is three quarters of the granted time.
+
+    Raises InvalidRequest for an object that is not a lease or region, or for an `on_loss` that is not a function.
     """
+    check_renewal(lease, on_loss)
     return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

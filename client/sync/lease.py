@@ -29,6 +29,7 @@ from gpulease.client.sync.driver import ask, drive, drive_with_clean_up, nothing
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.sync.regions import Region
 from gpulease.client.sync.submits import Submission
+from gpulease.client.texts import check_callback
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty
@@ -279,6 +280,7 @@ class GpuLease(LeaseView):
             callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
         """
         # Use a separate connection and thread, so that the warning comes even while this lease's operations wait.
+        check_callback(callback, "on_warning: the callback")
         return WarningWatch(self._state.event_stream(), callback)
 
     def __enter__(self) -> Self:

@@ -7,7 +7,6 @@ it.
 import ctypes
 import math
 import mmap
-import operator
 import threading
 import weakref
 from bisect import bisect_left
@@ -15,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from gpulease.client.array_layout import checked_shape
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import quoted
 
@@ -98,17 +98,17 @@ class Arena:
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
     """Make an array in the arena, or an ordinary one if the arena is missing or full, or if the dtype can't be shared.
 
-    Raises InvalidRequest for a `dtype` that numpy does not know.
+    Raises InvalidRequest for a `dtype` that numpy does not know, or for a shape that no array can have.
     """
     import numpy as np
 
     try:
         kind = np.dtype(dtype)
-    except (TypeError, ValueError, UnicodeError) as error:
+    except (TypeError, ValueError, SyntaxError) as error:
         raise InvalidRequest(
             f"empty: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
         ) from None
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
+    sizes = checked_shape(shape, kind.itemsize, "empty")
     nbytes = math.prod(sizes) * kind.itemsize
     # Objects can't be shared between processes, and an array without bytes needs no memory.
     is_plain = arena is not None and not kind.hasobject and nbytes > 0 and min(sizes, default=1) > 0
