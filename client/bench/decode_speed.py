@@ -92,7 +92,7 @@ QUICK_EMBEDDED: Final = DecodePlan(("two-layers",), (1,), (32,))
 
 
 def plan_for(driver: str, *, quick: bool) -> DecodePlan:
-    """Return the plan for a daemon's driver: real models' shapes are for cards."""
+    """Return the plan for a daemon's driver. Only plans for cards have real models' shapes."""
     if driver == "cuda":
         return QUICK if quick else FULL
     return QUICK_EMBEDDED if quick else EMBEDDED

@@ -25,7 +25,7 @@ from gpulease.protocol.messages import Ping
 
 
 class RefusedRegions:
-    """Checks one session's regions by the session's words."""
+    """Checks a session's regions, using the session's words in shared memory."""
 
     def __init__(self, operations: RequestPipeline) -> None:
         self._operations = operations

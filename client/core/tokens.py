@@ -24,7 +24,7 @@ class Grant:
     """A token that was issued.
 
     Attributes:
-        token: The token's bytes. Whoever has these and is the token's audience can use it.
+        token: The token's bytes. The token's audience can use it with these bytes.
         public_key: The key that the token's holder needs to attenuate it.
         lease_id: The lease that the token is for.
         permissions: The permissions that the token gives.
@@ -40,7 +40,7 @@ class Grant:
     expires_at_unix_secs: int
 
     def to_text(self) -> str:
-        """The token as text without blanks, for an environment variable or a file (URL-safe base64)."""
+        """Return the token as text without blanks, for an environment variable or a file (URL-safe base64)."""
         return base64.urlsafe_b64encode(self.token).decode()
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ def token_of(token: "bytes | str | Grant") -> bytes:
 def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
-    """Return the request that issues a token. The arguments are those of `GpuLease.issue`. Raises InvalidRequest."""
+    """Return the request that issues a token. The arguments are as for `GpuLease.issue`. Raises InvalidRequest."""
     # Accept only a Permission: the permission must not be guessed from a string or a number.
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")

@@ -58,7 +58,7 @@ def settings_of(path: Path, kind: type[Settings], table: Any, *keys: str) -> Set
 
 
 def values_of(path: Path, kind: type, table: Any, *keys: str) -> dict[str, Any]:
-    """Return the checked values of a file's table by the attributes that `kind` declares. Raises InvalidRequest."""
+    """Return the checked values of a file's table, by attribute of `kind`. Raises InvalidRequest."""
     try:
         return read_values(kind, table)
     except BadSetting as error:

@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints its result as JSON.
 
-The call needs its own process: an initialised driver does not survive a fork, and a broken driver may hang. The daemon
-runs this only if no worker can create a context, to distinguish faults of the driver from faults of the sandbox.
+The call needs a separate process: an initialised driver does not survive a fork, and a broken driver may hang. The
+daemon runs this only if no worker can create a context, to distinguish faults of the driver from faults of the sandbox.
 """
 
 import ctypes
@@ -15,7 +15,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 LIBRARY: Final = "libcuda.so.1"
 
 TIMEOUT_S: Final = 60.0
-"""How long cuInit may take. It takes seconds for each card that has to wake up, and a host may have eight."""
+"""How long cuInit may take, in seconds. It takes seconds for each card that must wake up, and a host may have eight
+cards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def ask() -> CuInitResult:
     """Call cuInit in a child process, and wait for it."""
     command = [sys.executable, "-P", "-m", "gpulease.daemon.gpus.cuinit"]
     try:
-        # -P: the daemon's working folder must not be on the child's import path.
+        # With -P, the daemon's working folder is not on the child's import path.
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return CuInitResult(None, f"it did not return within {TIMEOUT_S:g} s")
@@ -56,7 +57,7 @@ def _call() -> CuInitResult:
         library = ctypes.CDLL(LIBRARY)
         function = library.cuInit
     except (OSError, AttributeError) as error:
-        # A missing library has its own diagnosis. If a library exists but can't be loaded, report the loader's words.
+        # A missing library has its own diagnosis. If a library exists but can't be loaded, report the loader's message.
         text = str(error)
         return CuInitResult(None, "" if f"{LIBRARY}: cannot open shared object file: No such file" in text else text)
     function.argtypes, function.restype = [ctypes.c_uint], ctypes.c_int

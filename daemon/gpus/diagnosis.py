@@ -1,6 +1,6 @@
-"""The diagnosis of unusable cards: from an error number and the host's state to a message, a hint, and a retry or not.
+"""The diagnosis of unusable cards: from an error number and the host's state, a message, a hint, and whether to retry.
 
-Numbers are those of NVML (nvmlReturn_t of nvml.h) and of the CUDA driver API (CUresult of cuda.h). One number often has
+The numbers come from NVML (nvmlReturn_t of nvml.h) and the CUDA driver API (CUresult of cuda.h). One number often has
 several causes ("no device"), so the state of the host decides first: its kernel module, device nodes and PCI cards.
 """
 
@@ -248,12 +248,12 @@ _BY_HOST: Final = frozenset(
     {(Library.NVML, 4), (Library.NVML, 9), (Library.NVML, 17), (Library.NVML, 999)}
     | {(Library.CUDA, number) for number in (3, 100, 101, 304, 999)}
 )
-"""Numbers that a library returns for any reason that keeps it from the driver."""
+"""Numbers that a library returns for any reason for which it can't use the driver."""
 
 
 def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
-    """Return the diagnosis of a library's error number on a host in that state."""
-    # Such a number is ambiguous; a fault that the host's state shows is the better diagnosis.
+    """Return the diagnosis of a library's error number on a host in this state."""
+    # Such a number is ambiguous, so prefer a fault that the host's state shows.
     if (library, number) in _BY_HOST and (fault := _fault_of(library, host)) is not None:
         return fault
     diagnosis = BY_NUMBER.get((library, number))

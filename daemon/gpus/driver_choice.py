@@ -10,7 +10,7 @@ from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 
 DEFAULT_VRAM_BYTES: Final = 8 << 30
-"""Memory of the embedded driver's default card. The host provides it only when it is written."""
+"""Memory of the embedded driver's default card. The host provides the memory only when it is written."""
 
 EMULATION_WARNING: Final = (
     "this host has no NVIDIA driver, so its cards are emulated: kernels run on the CPU, in the host's "
@@ -40,7 +40,7 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
             status=os.EX_CONFIG,
         )
     try:
-        # Imported here, because the package of NVML is an extra that only hosts with cards install.
+        # Import this late, because NVML's package is an extra that only hosts with cards install.
         from gpulease.daemon.gpus.nvidia import NvidiaCards
     except ImportError as error:
         raise CardsUnavailable(

@@ -22,11 +22,11 @@ they are not charged to an emulated card."""
 
 
 CONTEXT_BYTES: Final = 0
-"""The card memory of a context in addition to its slice: none, because a context is in host memory."""
+"""The card memory that a context takes in addition to its slice: none, because a context is in host memory."""
 
 
 class EmbeddedCards:
-    """Emulated cards. A card's UUID depends on its index alone, so it survives a restart.
+    """Emulated cards. A card's UUID depends only on its index, so it stays the same after a restart.
 
     Args:
         sizes_bytes: The cards' sizes, in order.

@@ -1,8 +1,8 @@
-"""NVIDIA cards, through NVML, the broker's only way to read them. NVML creates no context and holds no VRAM.
+"""NVIDIA cards, read through NVML, the broker's only way to read them. NVML creates no context and takes no VRAM.
 
 A reading has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and nvmlDeviceGetMemoryInfo): the bytes of each
-process, and the card's used bytes beyond those, which belong to no process. A dead process leaves the first half some
-milliseconds before its bytes leave the second. The lease table decides what a reading proves.
+process, and the card's other used bytes, which belong to no process. A dead process disappears from the first half some
+milliseconds before its bytes disappear from the second. The lease table decides what a reading proves.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ RESERVE_BYTES: Final = 256 << 20
 
 UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
 """The largest change of the unowned bytes that does not count as a leak; a context takes more. The bytes of programs
-outside the daemon may change by as much again without being noticed. The reserve covers both."""
+outside the daemon may change by the same amount without being noticed. The reserve covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
 """Bytes for the driver's own use of a card, in pages of 2 MiB, in addition to a tenant's bytes. Nearly all of it is for
-modules with assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the
-allowance, a tenant with a full lease could not load a kernel with an assertion."""
+modules with assertions or the device's heap: an H100 once took 150 MiB of local memory and heap. Without the allowance,
+a tenant with a full lease could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20
 """Bytes for use that the rules do not count, such as gaps between small modules. A session that takes more is ended."""
@@ -90,7 +90,7 @@ class NvidiaCards:
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """Return the bytes of a process, by NVML. Raises CardsUnavailable if NVML does not show them.
 
-        Without that figure, admission and the proof of a reclaim would be meaningless.
+        Without this figure, admission and the proof of a reclaim would be meaningless.
         """
         try:
             used_bytes = self._processes(card_uuid).get(pid, 0)
@@ -110,7 +110,7 @@ class NvidiaCards:
         """Read a card, as the module describes.
 
         NVML lists the processes before and after it reads the card's sum. A process that begins or ends in between
-        would hide unowned bytes. So only bytes that a process held both times are subtracted from the sum.
+        would hide unowned bytes. So only bytes that a process held at both times are subtracted from the sum.
         """
         try:
             before = self._processes(card_uuid)
@@ -122,7 +122,8 @@ class NvidiaCards:
             ) from None
         # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
         owned = sum(min(before_bytes, after.get(pid, 0)) for pid, before_bytes in before.items())
-        # Only bytes beyond those that were unowned when the daemon first measured the card, before the first lease.
+        # Count only bytes beyond those that were unowned when the daemon first measured the card, before the first
+        # lease.
         unowned = used - owned - self._unattributed_bytes[card_uuid]
         return CardReading(unowned, after, self._outside_bytes_at_first[card_uuid])
 
@@ -207,7 +208,7 @@ def _are_peers(reader: Any, other: Any) -> bool:
     try:
         states = [pynvml.nvmlDeviceGetP2PStatus(reader, other, kind) for kind in kinds]
     except pynvml.NVMLError:
-        # This driver does not report whether cards reach each other. Sessions then move through the host's memory.
+        # This driver does not report whether cards reach each other, so sessions move through the host's memory.
         return False
     return all(state == pynvml.NVML_P2P_STATUS_OK for state in states)
 

@@ -1,4 +1,4 @@
-"""The interface between the broker and the code that queries the cards; retries and shared calls of the driver."""
+"""The interface between the broker and the code that queries the cards, with retries and shared calls of the driver."""
 
 import asyncio
 import threading
@@ -138,7 +138,7 @@ class CardSource(Protocol):
 
 
 RETRY_S: Final = 30.0
-"""The time for all retries. A driver that needs longer can be used after the next start of the daemon."""
+"""The time for all retries. A driver that needs longer can be used only after the next start of the daemon."""
 
 FIRST_PAUSE_S: Final = 0.25
 MAX_PAUSE_S: Final = 4.0
@@ -147,7 +147,7 @@ MAX_PAUSE_S: Final = 4.0
 def pause_s(tried: int, waited_s: float) -> float | None:
     """Return the pause after `tried` attempts. It doubles each time, up to MAX_PAUSE_S.
 
-    None if the time waited and the pause would together exceed RETRY_S.
+    Returns None if `waited_s` and the pause together would exceed RETRY_S.
     """
     # The pause counts towards the limit, so that no attempt begins after the limit.
     wanted_s = back_off_s(tried - 1, FIRST_PAUSE_S, MAX_PAUSE_S)
@@ -166,7 +166,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except CardsUnavailable as error:
-            # Raise a permanent fault at once. Raise one that may pass only once the time for retries is over.
+            # Raise a permanent fault at once, and a fault that may pass only when the time for retries is over.
             wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise
@@ -192,13 +192,14 @@ class SharedCall(Generic[T]):
 
     def get(self) -> T:
         """Return the result of a call that begins after this one; raises the call's exception."""
-        # The first thread that asks makes the call for all who ask before it begins.
+        # The first thread that asks makes the call for all threads that ask before it begins.
         with self._lock:
             future, is_first = self._next, self._next is None
             if future is None:
                 future = self._next = Future()
         if is_first:
-            # One call at a time. While this thread waits here, others may still join the call that is about to begin.
+            # Make one call at a time. While this thread waits here, others may still join the call that is about to
+            # begin.
             with self._calling:
                 with self._lock:
                     # From here on the call counts as begun: a thread that asks now could get a result from before it

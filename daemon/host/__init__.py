@@ -1,1 +1,1 @@
-"""Wrappers of Linux features for the daemon: processes, threads, channels, descriptors, sockets and memory."""
+"""Wrappers for Linux features that the daemon uses: processes, threads, channels, descriptors, sockets and memory."""

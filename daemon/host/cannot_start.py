@@ -1,6 +1,6 @@
 """Errors that keep the daemon from starting, with texts for its operator.
 
-Each part of the daemon has its own subclass. Some of these errors are also raised while the daemon runs; the code that
+Each part of the daemon has a subclass. Some of these errors are also raised while the daemon runs; the code that
 catches them then tries again or reports them.
 """
 

@@ -2,7 +2,7 @@
 
 CUDA's driver writes what kernels print to C's standard output, and the embedded driver does the same. A worker replaces
 the descriptor with sealed memory, so that no output reaches the daemon's log, and no write blocks: a write without room
-fails, and C's stream records that.
+fails, and C's stream records the failure.
 """
 
 import ctypes

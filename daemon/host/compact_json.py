@@ -1,4 +1,4 @@
-"""JSON without spaces, as bytes, for the log and the audit log: by msgspec, ten times as fast as by `json`."""
+"""JSON without spaces, as bytes, for the log and the audit log. msgspec encodes ten times as fast as `json`."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from collections.abc import Callable
 def compact_encoder(*, sorts_keys: bool = False) -> Callable[[object], bytes]:
     """Return an encoder to UTF-8. Falls back to `json`, which is slower, if msgspec is missing.
 
-    It escapes exactly what RFC 8785, section 3.2.2.2, does, with the same letters. Objects that JSON lacks become their
-    `str`. The encoder raises UnicodeEncodeError for half of a surrogate pair.
+    The encoder escapes the same characters as RFC 8785, section 3.2.2.2, with the same letters. Objects that JSON lacks
+    become their `str`. It raises UnicodeEncodeError for half of a surrogate pair.
 
     Args:
         sorts_keys: Whether the keys of each object, which are ASCII, are sorted.

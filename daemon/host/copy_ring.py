@@ -1,13 +1,12 @@
-"""A ring of buffers in host memory through which bytes are copied, while both of its ends copy at the same time.
+"""A ring of buffers in host memory through which bytes are copied, with both ends copying at the same time.
 
 One side fills the buffers in order, and the other side empties them in order. At each end is a card, whose bytes the
-driver copies, or host memory, whose bytes threads copy. Both ends may be in one process; or two processes share the
-ring, and the bytes pass from a card in one to a card in the other. A single thread drives an end: `advance` never
-waits.
+driver copies, or host memory, whose bytes threads copy. Both ends may be in one process. Or two processes share the
+ring, and the bytes pass from a card in one process to a card in the other. A single thread drives an end: `advance`
+never waits.
 
 The numbers of filled and of emptied buffers are in the ring's memory. A process that shares it may be compromised, so
-each end checks the other's number before it uses it; the bytes are those of one session, to which both processes
-belong.
+each end checks the other's number before using it. The bytes belong to one session, and so do both processes.
 """
 
 import ctypes
@@ -25,16 +24,16 @@ BUFFER_BYTES: Final = 16 << 20
 """A buffer's size in bytes. Buffers of 8 to 64 MiB were equally fast between two cards (H200)."""
 
 BUFFERS: Final = 8
-"""Number of buffers. They take 128 MiB of pinned memory, and keep a card busy for 2 ms, in which the host must notice
-that a buffer was filled or emptied.
+"""Number of buffers. They take 128 MiB of pinned memory, and keep a card busy for 2 ms. Within that time, the host must
+notice that a buffer was filled or emptied.
 """
 
 STALL_S: Final = 10.0
-"""Longest time without any progress, in seconds, after which a copy is given up: the process at the other end may have
-ended. A card copies a buffer within a millisecond."""
+"""Longest time without progress, in seconds, after which a copy is given up, because the process at the other end may
+have ended. A card copies a buffer within a millisecond."""
 
 PAUSE_S: Final = 0.0001
-"""Pause in seconds between two checks of a ring in which nothing can be done."""
+"""Pause in seconds between two checks of a ring when nothing can be done."""
 
 _HEAD_BYTES: Final = mmap.PAGESIZE
 _SIZE_BYTES: Final = _HEAD_BYTES + BUFFERS * BUFFER_BYTES
@@ -57,9 +56,9 @@ class Part(NamedTuple):
 
     Attributes:
         item: The number of its item in the caller's list.
-        start: Where it begins in the item.
+        start: Where the part begins in the item.
         size_bytes: Its size.
-        at: Where it begins in the buffer.
+        at: Where the part begins in the buffer.
     """
 
     item: int
@@ -73,7 +72,7 @@ Batch = list[Part]
 
 
 def batches(sizes: Iterable[int]) -> Iterator[Batch]:
-    """Divide items of these sizes into batches that fill a buffer each, in order. Both ends of a ring must agree."""
+    """Divide items of these sizes, in order, into batches that each fill a buffer. Both ends must agree on them."""
     batch, used_bytes = Batch(), 0
     for item, size_bytes in enumerate(sizes):
         start = 0
@@ -93,11 +92,11 @@ class CopyRing:
 
     Args:
         fd: A descriptor of another process's ring, which stays open; None for a new ring.
-        is_shared: Whether another process may map a new ring. If not, its memory is this process's own, which the
-            kernel allocates faster.
+        is_shared: Whether another process may map a new ring. If not, its memory is private, which the kernel allocates
+            faster.
 
     Attributes:
-        fd: A descriptor of it, until `close`; -1 for a ring that is not shared.
+        fd: A descriptor of the ring, until `close`; -1 for a ring that is not shared.
         buffers: The memory of all buffers.
 
     Raises:
@@ -123,7 +122,7 @@ class CopyRing:
 
     @property
     def filled(self) -> int:
-        """Number of buffers filled so far, as that side reports it."""
+        """Number of buffers filled so far, as reported by the side that fills them."""
         return int(self._words[_FILLED])
 
     @filled.setter
@@ -132,7 +131,7 @@ class CopyRing:
 
     @property
     def emptied(self) -> int:
-        """Number of buffers emptied so far, as that side reports it."""
+        """Number of buffers emptied so far, as reported by the side that empties them."""
         return int(self._words[_EMPTIED])
 
     @emptied.setter
@@ -144,7 +143,7 @@ class CopyRing:
         return self._start + number % BUFFERS * BUFFER_BYTES
 
     def break_off(self) -> None:
-        """Have the end that empties it stop: its bytes do not come."""
+        """Make the end that empties the ring stop, because its bytes will not come."""
         self.filled = _NEVER
 
     def close(self) -> None:
@@ -159,14 +158,14 @@ class CopyRing:
 
 
 class RingEnd:
-    """One end of a ring, which fills its buffers or empties them.
+    """One end of a ring, which fills or empties the buffers.
 
     Args:
         ring: The ring.
         left: The batches.
-        begin: Begins to copy a batch from or to a buffer at an address; returns an object that represents the copy.
+        begin: Begins to copy a batch from or to a buffer at an address. Returns an object that represents the copy.
         is_done: Returns whether such a copy has ended. Raises the error that ended it.
-        fills: Whether it fills the buffers.
+        fills: Whether this end fills the buffers, rather than empties them.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class RingEnd:
         return self._next is None and not self._in_flight
 
     def advance(self) -> bool:
-        """Begin all copies that are possible now, and publish those that have ended; return whether there were any.
+        """Begin all copies that are possible now, and publish copies that have ended. Returns whether there were any.
 
         Raises RingBroken, and the errors of the copies.
         """
@@ -205,7 +204,7 @@ class RingEnd:
         while self._in_flight and self._is_done(self._in_flight[0]):
             self._in_flight.popleft()
             self._ended += 1
-            # The word is written after the bytes: the other end reads them once it sees it.
+            # Write the word after the bytes, because the other end reads the bytes as soon as it sees the word.
             if self._fills:
                 self._ring.filled = self._ended
             else:
@@ -225,7 +224,7 @@ class RingEnd:
         return filled
 
     def settle(self) -> None:
-        """Wait until no copy that has begun uses the ring, and begin none any more. Raises the errors of the copies."""
+        """Begin no more copies, and wait until no copy uses the ring. Raises the errors of the copies."""
         self._next = None
         while self._in_flight:
             if self._is_done(self._in_flight[0]):
@@ -238,8 +237,8 @@ def run(ends: Iterable[RingEnd], poll: Callable[[], None]) -> None:
     """Drive the ends of this process until all batches are copied.
 
     Args:
-        ends: The ends. If it raises, nothing uses the ring any more.
-        poll: Called again and again; it may raise to give up.
+        ends: The ends. After an error, nothing uses the ring.
+        poll: Called repeatedly. It may raise an exception, to give up.
 
     Raises:
         RingBroken: Nothing was copied for STALL_S, or the other process's number is impossible.
@@ -262,6 +261,6 @@ def run(ends: Iterable[RingEnd], poll: Callable[[], None]) -> None:
 
 
 def _check_memory(fd: int) -> None:
-    # If it could shrink, an access beyond its end would kill this process (SIGBUS).
+    # If the memory could shrink, an access beyond its end would kill this process (SIGBUS).
     if os.fstat(fd).st_size != _SIZE_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise RingBroken("its memory is not that of a ring")

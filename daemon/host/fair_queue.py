@@ -1,10 +1,10 @@
-"""Fair sharing of a process's one thread: a round-robin queue of connections.
+"""Fair sharing of a process's only thread: a round-robin queue of connections.
 
-The broker shares its thread among tenants, a fleet's directory among the sources of its connections.
+The broker shares its thread among tenants, and a fleet's directory among the sources of its connections.
 
 Each round of the event loop serves every tenant once, however many connections it has. A tenant's first connection with
 a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant that floods the
-daemon through all its connections delays the others by only one quantum per round.
+daemon through all of its connections delays other tenants by only one quantum per round.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class FairQueue:
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        # Tenants that were served in this round, each with its connections that wait for the next round.
+        # Tenants that were served in this round, each with the connections that wait for the next round.
         self._queues: dict[Hashable, deque[Serve]] = {}
         self._is_round_scheduled = False
         self.quantum_ends_ns = 0
@@ -45,7 +45,7 @@ class FairQueue:
 
         A connection must not be enqueued again before it was served.
         """
-        # A queue exists for each tenant that was served in this round, even an empty one: its other connections wait.
+        # Each tenant that was served in this round has a queue, perhaps empty, where its other connections wait.
         queue = self._queues.get(tenant)
         if queue is not None:
             queue.append(serve)

@@ -2,7 +2,7 @@
 
 Python's own allocator leaves freed blocks unchanged, and so do glibc's caches for blocks and for threads' stacks. So
 Python uses malloc for everything (Python/C API, "Memory Management", PYTHONMALLOC). Tunables make malloc overwrite
-freed blocks, cache no others, and unmap large ones (glibc manual, "Tunables": glibc.malloc.perturb and others).
+freed blocks, turn off those caches, and unmap large blocks (glibc manual, "Tunables": glibc.malloc.perturb and others).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ WIPING_HEAP: Final = {
         )
     ),
 }
-"""Variables that the process must be started with: they are read only at its start."""
+"""Variables with which the process must be started, because they are read only at its start."""
 
 _M_PERTURB: Final = -6
 """The number of the parameter (mallopt(3), malloc.h of glibc)."""
@@ -45,7 +45,7 @@ def wipes_heap_by_environment() -> bool:
 
 @cache
 def is_heap_wiped() -> bool:
-    """Return whether this process overwrites memory that it frees: it was started so, and a test confirms it.
+    """Return whether this process overwrites memory that it frees, as started to and as a test confirms.
 
     Other C libraries do not, nor does glibc in a process that must ignore the environment.
     """
@@ -60,7 +60,7 @@ def _is_left(size_bytes: int) -> bool:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     block = libc.malloc(size_bytes)
-    # A second block after it keeps malloc from returning the first one to the host.
+    # A second block, after the first, keeps malloc from returning the first to the host.
     guard = libc.malloc(size_bytes)
     if not block or not guard:
         return True
@@ -73,7 +73,7 @@ def _is_left(size_bytes: int) -> bool:
 
 
 def stop_wiping() -> None:
-    """Make this process leave freed memory as it is, permanently. Memory that was freed before stays overwritten.
+    """Make this process leave freed memory unchanged from now on. Memory that was freed before stays overwritten.
 
     For a process that has already freed its secrets and holds no bytes of another lease. Has no effect without glibc.
     """

@@ -17,13 +17,13 @@ import msgpack
 from gpulease.daemon.host.unix_place import bound_to_path
 
 MAX_MESSAGE_BYTES: Final = 124 << 10
-"""Size of the largest datagram. The largest honest one carries bytes that a tenant sent after its ATTACH: at most a
-control connection's receive buffer, 64 KiB and a header. With 128 KiB, a process that overwrites memory that it frees
+"""Size of the largest datagram. The largest honest datagram carries bytes that a tenant sent after its ATTACH: at most
+a control connection's receive buffer, 64 KiB and a header. With 128 KiB, a process that overwrites memory that it frees
 (host/heap_wipe.py) would map the memory again for each message, which takes 70 us."""
 
 PACKING_BYTES: Final = 4096
-"""Initial size of the buffer in which a message is packed. The library's default, 256 KiB, would also be mapped again
-each time."""
+"""Initial size of the buffer in which a message is packed. The library's default, 256 KiB, would be mapped again each
+time, too."""
 
 MAX_FDS: Final = 4
 """Maximum number of descriptors in one message."""
@@ -38,7 +38,7 @@ class _Incoming(threading.local):
 
 _INCOMING: Final = _Incoming()
 
-# Plain integers: an operation on an IntFlag costs as much as the system call.
+# Use plain integers, because an operation on an IntFlag costs as much as the system call.
 _TRUNCATED: Final = int(socket.MSG_TRUNC)
 _LACKS_FDS: Final = int(socket.MSG_CTRUNC)
 
@@ -55,7 +55,7 @@ def channel_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def channel_listener(path: str) -> socket.socket:
-    """Return a socket that listens at a path, for this user alone, for ends of channels. Raises OSError."""
+    """Return a socket that listens at a path for ends of channels, only from this user. Raises OSError."""
     return bound_to_path(path, 0o600, socket.SOCK_SEQPACKET, takes_descriptors=True)
 
 
@@ -147,7 +147,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         try:
             size_bytes, ancillary, flags, _ = sock.recvmsg_into([view], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
-            # The peer died with messages unread. The kernel reports that once, before the peer's own last messages.
+            # The peer died with unread messages. The kernel reports this once, before the peer's own last messages.
             size_bytes, ancillary, flags, _ = sock.recvmsg_into([view], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         raise
@@ -166,7 +166,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         close_all(fds)
         raise ChannelClosed("a malformed message" if size_bytes else "the other process closed the channel")
     if flags & _LACKS_FDS:
-        # There were more than MAX_FDS descriptors, or more than this process may open: some are missing.
+        # There were more than MAX_FDS descriptors, or more than this process may open, so some are missing.
         close_all(fds)
         return message, []
     return message, list(fds)

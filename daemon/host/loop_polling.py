@@ -1,7 +1,7 @@
 """Keeps an event loop awake for a short time, because a message for it is about to arrive.
 
-After a sleep in the kernel, the loop answers tens of microseconds later, and for even longer its code runs slower,
-because the caches are cold. A request that goes through several processes is delayed at each of them.
+After a sleep in the kernel, the loop answers tens of microseconds later. For even longer its code runs slower, because
+the caches are cold. A request that goes through several processes is delayed at each of them.
 """
 
 import asyncio
@@ -31,9 +31,10 @@ class LoopPolling:
         self._turns_left = 0
 
     def stay_awake(self, waiting: Waiting | None, periods: int = 1) -> None:
-        """Poll for so many times `POLL_NS` from now on, even if the loop is already polling.
+        """Poll for `periods` times `POLL_NS` from now on, even if the loop is already polling.
 
-        `waiting`: How the tenant waits for whom the loop would poll. It does not poll for one that sleeps (BLOCK).
+        `waiting` is how the tenant waits for whom the loop would poll. It does not poll for a tenant that sleeps
+        (BLOCK).
         """
         if not self._poll_ns or waiting is Waiting.BLOCK:
             return

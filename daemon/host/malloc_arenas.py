@@ -13,6 +13,6 @@ _M_ARENA_MAX: Final = -8
 
 
 def use_one_arena() -> None:
-    """Make threads that have no arena yet share the first one, permanently. Has no effect without glibc."""
+    """From now on, make threads that have no arena yet share the first one. Has no effect without glibc."""
     with contextlib.suppress(AttributeError):
         ctypes.PyDLL(None).mallopt(_M_ARENA_MAX, 1)

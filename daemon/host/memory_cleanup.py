@@ -14,13 +14,14 @@ import gc
 from typing import Final
 
 YOUNG: Final = 1000
-"""Net new objects between two short collections. A collection takes well under a millisecond."""
+"""Number of net new objects between two short collections. A collection takes well under a millisecond."""
 
 MIDDLE: Final = 10
-"""Short collections before a collection of middle length."""
+"""Number of short collections before a collection of middle length."""
 
 FULL: Final = 100
-"""Collections of middle length before a full one: one per million objects that stay. Python's default is 10."""
+"""Number of collections of middle length before a full one, so one per million objects that stay. Python's default is
+10."""
 
 CROWD: Final = 64
 """Number of closed connections after which the heap is trimmed. Fewer connections hold little memory."""
@@ -43,7 +44,8 @@ class Trimmer:
 
     def _trim(self) -> None:
         self._closed, self._timer = 0, None
-        # In a thread: ctypes releases the interpreter's lock, and going through a large heap takes milliseconds.
+        # Do this in a thread: ctypes releases the interpreter's lock, and going through a large heap takes
+        # milliseconds.
         with contextlib.suppress(RuntimeError, MemoryError):
             asyncio.get_running_loop().run_in_executor(None, trim)
 

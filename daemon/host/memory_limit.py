@@ -1,4 +1,4 @@
-"""The most memory that this process and its children can ever use: the host's, or less if a control group allows less.
+"""The most memory that this process and its children can use: the host's, or less if a control group allows less.
 
 Control groups are described in the kernel's "Control Group v2" (memory.max) and in its documents of version 1
 (memory.limit_in_bytes). A limit of any group above a process's own applies to that process, too.
@@ -19,7 +19,7 @@ class MemoryLimit(NamedTuple):
 
     Attributes:
         size_bytes: The amount.
-        source: What sets it, as a phrase.
+        source: What sets the limit, as a phrase.
     """
 
     size_bytes: int
@@ -36,7 +36,7 @@ def _group_limits(proc: Path) -> Iterator[MemoryLimit]:
     for kind, mount, own in _memory_groups(proc):
         for group in (own, *own.parents):
             file = group / _LIMIT_FILES[kind]
-            # "max" is no limit; the root of version 2 has no such file; a container may hide a group above its own.
+            # "max" is no limit, the root of version 2 has no such file, and a container may hide a group above its own.
             with suppress(OSError, ValueError):
                 yield MemoryLimit(int(file.read_text()), f"the limit in {file}")
             if group == mount:
@@ -62,7 +62,7 @@ def _memory_groups(proc: Path) -> Iterator[tuple[str, Path, Path]]:
         controller = "memory" if kind == "cgroup" else ""
         for _, controllers, path in groups:
             if controller in controllers.split(","):
-                # A container may see its own group as the mount's root, but its path as the host names it.
+                # A container may see its group as the mount's root, but the group's path as the host names it.
                 below = os.path.relpath(path, root)
                 yield kind, Path(mount), Path(mount) if below.startswith("..") else Path(mount, below)
 

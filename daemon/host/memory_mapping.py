@@ -20,7 +20,7 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 def map_memory(at: int | None, size_bytes: int, protection: int, flags: int, fd: int = -1) -> int:
-    """Map memory, or a file from its beginning; return the address. Raises OSError."""
+    """Map memory, or a file from its beginning. Returns the address. Raises OSError."""
     address: int | None = _LIBC.mmap(at, size_bytes, protection, flags, fd, 0)
     if address is None or address == _MAP_FAILED:
         error = ctypes.get_errno()
@@ -33,5 +33,5 @@ def unmap_memory(address: int, size_bytes: int) -> None:
 
 
 def advise_memory(address: int, size_bytes: int, advice: int) -> int:
-    """Return 0, or the errno with which madvise(2) refused."""
+    """Call madvise(2). Returns 0, or the errno with which it refused."""
     return ctypes.get_errno() if _LIBC.madvise(address, size_bytes, advice) else 0

@@ -28,7 +28,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 PR_SET_NO_NEW_PRIVS: Final = 38
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
-"""Loaded once: a worker sets its name for each lease, and loading takes six times as long as the call."""
+"""Loaded once, because a worker sets its name for each lease, and loading takes six times as long as the call."""
 
 
 def prctl(option: int, *arguments: int | bytes) -> int:
@@ -47,7 +47,7 @@ def prctl(option: int, *arguments: int | bytes) -> int:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies. Exits at once if the parent is dead already."""
+    """Make the kernel kill this process when its parent dies. Exits at once if the parent is already dead."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # If the parent died before the call, no signal comes.
     if os.getppid() != parent_pid:
@@ -80,7 +80,7 @@ def raise_descriptor_limit() -> None:
 
 
 def set_name(name: str) -> None:
-    """Name this process for ps(1) and top(1); 15 bytes at most are kept."""
+    """Name this process for ps(1) and top(1), which show at most 15 bytes."""
     prctl(PR_SET_NAME, name.encode()[:15])
 
 
@@ -135,7 +135,8 @@ def started_ticks(pid: int) -> int:
 
 
 MIN_POLL_CORES: Final = 4
-"""Cores that a process needs to poll for another process's messages. With fewer, it would take the other's core."""
+"""Number of cores that a process needs to poll for another process's messages. With fewer, it would take the other's
+core."""
 
 
 def has_cores_to_poll() -> bool:
@@ -178,7 +179,7 @@ class _LossyText(io.TextIOBase):
 
 
 def survive_stderr() -> None:
-    """Drop what this process writes to standard error once the terminal or pipe is gone, instead of failing."""
+    """When the terminal or pipe is gone, drop what this process writes to standard error, instead of failing."""
     sys.stderr = _LossyText(2)
 
 
@@ -211,7 +212,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
-    """Return a pool in which all threads run already, so that it never starts another. Raises NoThread."""
+    """Return a pool whose threads all run already, so that it never starts another. Raises NoThread."""
     pool = ThreadPoolExecutor(size, "gpulease-look")
     barrier = threading.Barrier(size)
     # The size applies to threads that are started from now on, so it is reset afterwards.

@@ -1,6 +1,6 @@
 """Listening sockets that the service manager passes when it starts the daemon: sd_listen_fds(3).
 
-A .socket unit's sockets belong to the service manager: it created them and set their owner and mode. The others were
+A .socket unit's sockets belong to the service manager: it created them and set their owner and mode. Other sockets were
 created by an earlier daemon, which left them in the service manager's file descriptor store (FDSTORE=1, sd_notify(3)),
 under a name (FDNAME) that identifies them. With either kind, a client that connects while no daemon runs waits instead
 of being refused.
@@ -23,7 +23,8 @@ MAX_HANDED_OVER: Final = 256
 """Maximum number of passed sockets. A larger number is a mistake: no settings name so many addresses."""
 
 MAX_DIGITS: Final = 6
-"""Maximum digits of the number of sockets. Stops Python from converting a text of any length before it is checked."""
+"""Maximum number of digits of the number of sockets, so that Python does not convert a text of any length before it is
+checked."""
 
 KEPT_PREFIX: Final = "kept-by-gpuleased-"
 """Prefix of the names (FDNAME) of sockets in the file descriptor store. No unit's name begins with it."""
@@ -118,7 +119,8 @@ class Assigned:
     """The passed sockets, by the address that they serve.
 
     Attributes:
-        stale: Sockets of an earlier daemon: the settings have dropped the address, or it has another socket.
+        stale: Sockets of an earlier daemon whose address the settings have dropped, or whose address has another
+            socket.
     """
 
     by_address: dict[Address, list[GivenSocket]] = field(default_factory=dict)
@@ -142,14 +144,14 @@ def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tup
 
     Args:
         sockets: The passed sockets.
-        listen: The addresses of the settings; those of TCP with the IP addresses and ports of their names.
+        listen: The addresses in the settings. Each TCP address has the IP addresses and ports of its name.
 
     Raises:
         BadHandover: A unit's socket matches no address. It would accept connections that the daemon never answers.
     """
     assigned = Assigned()
     by_kept_name = {kept_name(address): address for address in listen}
-    # Units' sockets first: a stored socket of the same address gives way.
+    # Take units' sockets first, because a stored socket of the same address gives way.
     for given in sorted(sockets, key=lambda given: given.was_kept):
         if given.was_kept:
             # A stored socket is dropped if its address left the settings, if a unit serves the address now, or if its
@@ -173,7 +175,7 @@ def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tup
         assigned.by_address.setdefault(owner, []).append(given)
     for address, those in list(assigned.by_address.items()):
         if isinstance(address, UnixAddress) and len(those) > 1:
-            # Which of them the file at that path leads to is unknowable, so the daemon binds a new one.
+            # It is unknown to which of them the file at this path leads, so the daemon binds a new one.
             assigned.stale += assigned.by_address.pop(address)
     return assigned
 

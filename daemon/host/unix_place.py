@@ -1,7 +1,7 @@
 """The place of a Unix socket: the socket's file and its lock file.
 
-Whatever cleans a folder may remove either file while the process lives. So a process takes a place only after it has
-tried to connect there, removes no file but its own, and restores files that were removed.
+A program that cleans folders may remove either file while the process lives. So a process takes a place only after it
+has tried to connect there, removes no file but its own, and restores files that were removed.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ CHECK_INTERVAL_S: Final = 5.0
 """Seconds from one call of `UnixPlace.restore` to the next: the longest time for which clients find no socket."""
 
 MAX_TRIES: Final = 100
-"""Maximum number of tries for a lock, in case its file is removed after opening and before locking. Bounds the loop
-against a program that keeps removing the file."""
+"""Maximum number of tries for a lock, whose file may be removed after opening and before locking. It bounds the loop if
+a program keeps removing the file."""
 
 
 class PlaceChange(Enum):
-    """The changes at a place: a removed file was created again, or clients can't be served there any more."""
+    """The changes at a place: a removed file was created again, or clients can no longer be served there."""
 
     SOCKET_ANEW = auto()
     LOCK_ANEW = auto()
@@ -38,7 +38,7 @@ class PlaceChange(Enum):
 
 
 Reporter = Callable[[PlaceChange, str, str], None]
-"""Takes a change, the path of the file, and the reason why it can't be restored: "" unless it is lost."""
+"""Receives a change, the path of the file, and the reason why the file can't be restored; "" unless it is lost."""
 
 
 class UnixPlace:
@@ -61,7 +61,7 @@ class UnixPlace:
         self.address = address
         self.problem = ""
         self._mode, self._report = mode, report
-        # The lock comes first: everything else at the path may only be done by its holder.
+        # Take the lock first, because only its holder may do anything else at the path.
         self._lock = PlaceLock(address)
         self._file: os.stat_result | None = None
         self._is_made_here = False
@@ -94,7 +94,7 @@ class UnixPlace:
 
         Raises as `bind` does.
         """
-        # The kernel reports who has called listen(2) last (unix(7), SO_PEERCRED).
+        # The kernel reports the process that called listen(2) last (unix(7), SO_PEERCRED).
         sock.listen(BACKLOG)
         try:
             listener = listener_at(self.address.path)
@@ -155,7 +155,7 @@ class UnixPlace:
 class PlaceLock:
     """A lock file next to a Unix socket, held for as long as one daemon listens there.
 
-    The lock stops two daemons that start together from taking a socket from one another.
+    The lock keeps two daemons that start together from taking a socket from each other.
 
     Raises:
         CannotListen: Another daemon holds the lock.

@@ -19,7 +19,7 @@ INTERRUPT_S: Final = 0.25
 
 
 def refuse_descriptors(sock: socket.socket) -> bool:
-    """Have the kernel refuse descriptors that are sent to a Unix socket, with EPERM. Returns whether this kernel can.
+    """Make the kernel refuse descriptors that are sent to a Unix socket, with EPERM. Returns whether this kernel can.
 
     A listening socket passes this on to the connections that it accepts from now on.
     """
@@ -41,7 +41,7 @@ def interrupting_closes() -> Iterator[None]:
         if refuse_descriptors(tried):
             yield
             return
-    # The handler does nothing: its only purpose is that the signal interrupts the system call (EINTR).
+    # The handler does nothing. It exists only so that the signal interrupts the system call (EINTR).
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, INTERRUPT_S, INTERRUPT_S)
     try:

@@ -22,5 +22,5 @@ def utc_bytes(wall_us: int) -> bytes:
 
 @lru_cache(maxsize=2)
 def _second_bytes(seconds: int) -> bytes:
-    """Cache the last rendered seconds: most lines repeat them."""
+    """Format a time without fractions. The last results are cached, because most lines repeat them."""
     return (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S").encode()

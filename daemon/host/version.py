@@ -35,7 +35,8 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
             # Create no Path for each file: that takes longer than reading the files.
             with open(f"{folder}/{path}", "rb", buffering=0) as file:
                 content = file.read()
-            # The path and the length separate the files, so that no text can move from one file to the next unnoticed.
+            # The path and the length separate the files, so that moving text from one file to the next changes the
+            # digest.
             digest.update(f"\0{path}\0{len(content)}\0".encode())
             digest.update(content)
     for folder in sorted(set(installed)):
@@ -47,8 +48,8 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
 def own_build() -> str:
     """Return the build of this process.
 
-    Call it first at the start of the process: later, the files may be newer than the code that runs. Only processes
-    that may talk to processes of another daemon need it. It takes about 15 ms.
+    Call this first when the process starts: later, the files may be newer than the code that runs. Only processes that
+    may talk to processes of another daemon need it. It takes about 15 ms.
     """
     package = Path(__file__).parents[1]
     libraries = (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))

@@ -2,11 +2,12 @@
 
 A worker runs the native code that it finds there. So the cache ignores a directory or file that another user owns or
 could change, and a damaged one (private_folder.py). The key is a hash of everything that determines the code: the text
-it was compiled from, the compiler's sources, LLVM and the processor. Two tenants that load the same image get the same
-code.
+from which it was compiled, the compiler's sources, LLVM and the processor. Two tenants that load the same image get the
+same code.
 
-One worker runs what another wrote, so a tenant that breaks out of its worker could plant code for the others. Therefore
-workers cache code only where the operator has named a directory, in a part of it that the daemon itself never reads.
+One worker runs what another wrote, so a tenant that breaks out of its worker could plant code for other tenants.
+Therefore workers cache code only if the operator has named a directory, in a part of it that the daemon itself never
+reads.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ def keep(key: bytes, data: bytes) -> None:
 
 
 def keep_for_workers(owner: int) -> int | None:
-    """Use only the workers' cache from now on, in forks too.
+    """From now on, use only the workers' cache, in forks, too.
 
     Returns the descriptor of its directory, which `owner` owns; None if workers have no cache: the operator named no
     directory, or creating it failed.
@@ -85,7 +86,7 @@ def _identity(maker: ModuleType) -> bytes:
 
 def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
     sources: list[tuple[str, bytes]] = []
-    # Sources of generated and native code alike: any change of either may change the result.
+    # Include the sources of both generated and native code, because any change may change the result.
     for entry in folder.iterdir():
         name = f"{path}/{entry.name}"
         if entry.is_dir():
@@ -109,7 +110,7 @@ def _folder_at(directory: Path) -> PrivateFolder:
 
 
 def _directory() -> Path | None:
-    # The operator's setting, then the user's cache folder (XDG Base Directory Specification).
+    # Use the operator's setting, or else the user's cache folder (XDG Base Directory Specification).
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named is not None:
         return Path(named) if named else None

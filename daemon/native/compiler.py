@@ -33,7 +33,7 @@ class NativeCode:
 @cache
 def initialise() -> None:
     """Prepare LLVM for this machine. Starts no thread, so the process may fork afterwards."""
-    # Options before the targets: LLVM reads them when it is set up.
+    # Set the options before the targets, because LLVM reads them when it is set up.
     llvm.set_option("gpulease", _REVISITS_CHANGES)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -48,9 +48,9 @@ class Effort(Enum):
     """How much the compiler optimises.
 
     FULL: all passes of OPTIMISATION_LEVEL.
-    FEW: turns stack slots into values and simplifies, in half the time. For code that is made of vectors: it has no
-        loops left that LLVM could vectorise.
-    SOME: as FEW, and inlines nothing. For long code, of which it takes little more than linear time.
+    FEW: turns stack slots into values and simplifies, in half the time. For code that consists of vectors, in which no
+    loops are left for LLVM to vectorise.
+    SOME: as FEW, but inlines nothing. For long code, for which it takes little more than linear time.
     FIRST: as FEW, but combines no instructions and selects them plainly: a tenth of FULL's time, a third of FEW's. For
         code that may run only a few times.
     LEAST: takes time linear in the code's size; the code is not hopelessly slow.
@@ -70,8 +70,8 @@ _REVISITS_CHANGES: Final = "-cgpp-huge-func=0"
 # Passes in addition to those that LLVM itself runs at an effort's level.
 _SIMPLIFIES: Final = ("sroa", "instruction_combine", "simplify_cfg", "dead_code_elimination")
 
-# The translator gives each register a slot in memory, and inlining notes of every access which others it can't overlap.
-# So slots become values before: otherwise these notes take most of the time of all passes.
+# The translator gives each register a slot in memory, and inlining notes for every access which other accesses it can't
+# overlap. So slots become values first: otherwise these notes would take most of the time of all passes.
 _INLINES: Final = ("sroa", "always_inliner")
 _PASSES: Final[Mapping[Effort, Sequence[str]]] = {
     Effort.FULL: (),
@@ -86,16 +86,16 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
     """Compile IR to object code, which calls by name and holds no address of this process. Raises BadIr."""
     initialise()
     try:
-        # A separate context: LLVM's global context keeps every constant that it has seen.
+        # Use a separate context, because LLVM's global context keeps every constant that it has seen.
         module = llvm.parse_assembly(text, llvm.create_context())
         module.verify()
     except RuntimeError as error:
         raise BadIr(str(error)) from None
-    # The target's level decides about instruction selection, the passes about everything before it.
+    # The target's level determines the selection of instructions, and the passes everything before that.
     level = 0 if effort in (Effort.LEAST, Effort.FIRST) else OPTIMISATION_LEVEL
     machine = _target_machine(level)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
-    # FULL takes LLVM's own pipeline; the others name each pass.
+    # FULL uses LLVM's own pipeline. The other efforts name each pass.
     passes = builder.getModulePassManager() if effort is Effort.FULL else llvm.create_new_module_pass_manager()
     for name in _PASSES[effort]:
         getattr(passes, f"add_{name}_pass")()
@@ -110,7 +110,7 @@ def load_object(data: bytes) -> NativeCode:
     # The engine owns the memory of the code. Its module is empty, because the code is added as an object file.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(OPTIMISATION_LEVEL))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
-    # Relocations are resolved here: from now on the code can be called.
+    # This resolves the relocations, so from now on the code can be called.
     engine.finalize_object()
     return NativeCode(engine)
 

@@ -1,4 +1,4 @@
-"""A directory of entries that only this user can have written; each entry is whole or absent."""
+"""A directory of entries that only this user can have written. Each entry is complete or absent."""
 
 import hashlib
 import os
@@ -7,8 +7,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-# Bounds on disk for all processes of a user; the oldest entries go first. One entry is bounded too, so that one image
-# can't take the whole cache.
+# Bounds on disk for all processes of a user. The oldest entries are removed first. A single entry is bounded, too, so
+# that one image can't take the whole cache.
 MAX_CACHED_BYTES = 256 << 20
 MAX_CACHED_ENTRIES = 4096
 MAX_ENTRY_BYTES = 16 << 20
@@ -17,7 +17,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_ENTRY = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
-# Writes from one prune to the next: reading all entries takes milliseconds if there are thousands.
+# Number of writes between two prunes, because reading all entries takes milliseconds if there are thousands.
 _WRITES_PER_PRUNE = 32
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -30,7 +30,7 @@ class PrivateFolder:
     written. Raises nothing.
 
     Args:
-        directory: Its path, made if it does not exist; or the descriptor of an open directory.
+        directory: Its path, which is created if it does not exist, or the descriptor of an open directory.
     """
 
     def __init__(self, directory: Path | int) -> None:
@@ -44,11 +44,11 @@ class PrivateFolder:
         except OSError:
             return None
         try:
-            # A hash in front of the data shows damage, and an entry under another name.
+            # A hash in front of the data reveals damage, and an entry under another name.
             data = _read_own(key.hex(), folder)
             if data is None or data[:_DIGEST_BYTES] != _digest(key, data[_DIGEST_BYTES:]):
                 return None
-            # The entry was used, so it goes last. A read-only directory keeps its order.
+            # The entry was used, so it will be removed last. A read-only directory keeps its order.
             with suppress(OSError):
                 os.utime(key.hex(), dir_fd=folder)
             return data[_DIGEST_BYTES:]
@@ -80,7 +80,7 @@ class PrivateFolder:
 
     def _open(self) -> int:
         """Return a descriptor of the directory. Raises OSError unless only this user can reach it."""
-        # A descriptor was passed through the sandbox; a path is opened again each time.
+        # A descriptor was passed through the sandbox. A path is opened again each time.
         if isinstance(self._directory, int):
             folder = os.dup(self._directory)
         else:
@@ -101,7 +101,7 @@ def open_for(owner: int, directory: Path) -> int | None:
     except OSError:
         return None
     try:
-        # A directory of a third user is not taken over.
+        # Do not take over a directory of a third user.
         if os.fstat(folder).st_uid not in (owner, os.geteuid()):
             raise PermissionError
         os.fchown(folder, owner, -1)
@@ -117,12 +117,12 @@ def _make(directory: Path) -> None:
 
 
 def _digest(key: bytes, data: bytes) -> bytes:
-    """A hash of the key too: an entry that was renamed to another key's name does not match."""
+    """Return a hash of key and data, so that an entry that was renamed to another key's name does not match."""
     return hashlib.sha256(key + data).digest()
 
 
 def _read_own(name: str, folder: int) -> bytes | None:
-    # The same checks for a file: no link, no other owner, no write permission for others.
+    # Make the same checks for a file: no link, no other owner, no write permission for others.
     with open(os.open(name, _OPEN_ENTRY, dir_fd=folder), "rb") as file:
         status = os.fstat(file.fileno())
         is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
@@ -134,7 +134,7 @@ def _read_own(name: str, folder: int) -> bytes | None:
 
 def _write_whole(name: str, data: bytes, folder: int) -> None:
     """Write a file that is complete or absent under its name, at whatever point the process ends."""
-    # A random name, created exclusively: two processes may write the same entry.
+    # Use a random name, created exclusively, because two processes may write the same entry.
     draft = f"{secrets.token_hex(8)}.new"
     try:
         with open(os.open(draft, _CREATE_ENTRY, 0o600, dir_fd=folder), "wb") as file:
@@ -146,7 +146,7 @@ def _write_whole(name: str, data: bytes, folder: int) -> None:
 
 
 def _prune(folder: int) -> None:
-    """Remove the oldest entries, and drafts left behind, beyond the bounds."""
+    """Remove the oldest entries beyond the bounds, and drafts that were left behind."""
     entries = []
     for name in os.listdir(folder):
         try:

@@ -1,4 +1,4 @@
-"""Regions on the embedded driver. They get the addresses after the arena's allocations, and no address is used twice.
+"""Regions on the embedded driver. Their addresses come after the arena's allocations, and no address is used twice.
 
 At its end, a region is removed from the shadow table, and its pages are returned to the host. Generated code that finds
 nothing in the shadow table asks the table here (translate/access.py): in an ended region a load gives zeros, a store
@@ -49,7 +49,7 @@ class EmbeddedRegions:
         self._named: set[int] = set()
 
     def open(self, size_bytes: int) -> int:
-        """Hand out the next addresses. Raises OutOfMemory if none are left, DriverError for a part of a granule."""
+        """Hand out the next addresses. Raises OutOfMemory if none are left, DriverError for partial granules."""
         if size_bytes <= 0 or size_bytes % REGION_GRANULE_BYTES:
             raise DriverError(f"a region's size must be a multiple of {REGION_GRANULE_BYTES} bytes, not {size_bytes}")
         if size_bytes > self._end - self._next:
@@ -59,7 +59,7 @@ class EmbeddedRegions:
                 hint="Free the lease and acquire another.",
             )
         address = self._next
-        # The pages exist when they are touched; only the shadow must allow them.
+        # The pages come into existence when they are touched, so only the shadow must allow them.
         self._arena.allow(address, size_bytes)
         self._next += size_bytes
         self._active[address] = size_bytes
@@ -67,12 +67,12 @@ class EmbeddedRegions:
         return address
 
     def end(self, address: int) -> RegionReturn:
-        """End a region: its memory is returned, and later accesses are counted. Raises DriverError if there is none."""
+        """End a region: its memory is returned, and later accesses are counted. Raises DriverError without one."""
         size_bytes = self._active.pop(address, None)
         if size_bytes is None:
             raise DriverError(f"{address:#x} is not the address of a region that can be ended")
         self._ended[address] = size_bytes
-        # Fill the table first: a kernel that finds the shadow empty must already find the counter.
+        # Fill the table first, because a kernel that finds the shadow empty must already find the counter.
         counter = self.address + self._counter_of(address) * _WORD_BYTES
         self._fill_table(address, size_bytes, counter)
         self._arena.take_back(address, size_bytes)
@@ -80,7 +80,7 @@ class EmbeddedRegions:
         return RegionReturn(size_bytes, 0)
 
     def release(self, address: int) -> None:
-        """Make accesses to an ended region fault. Raises DriverError if it is not one."""
+        """Make accesses to an ended region fault. Raises DriverError if the address is not an ended region's."""
         size_bytes = self._ended.pop(address, None)
         if size_bytes is None:
             raise DriverError(f"{address:#x} is not the address of an ended region")
@@ -144,7 +144,7 @@ class EmbeddedRegions:
 
     def new_strays(self) -> list[tuple[int, int]]:
         """Return address and size of ended regions that were accessed; each region is returned once."""
-        # One counter sums over all regions, so the usual case, no stray access, takes a single comparison.
+        # One counter sums up all regions, so the usual case, no stray access, takes a single comparison.
         if self._head.strays == self._reported_strays:
             return []
         self._reported_strays = self._head.strays

@@ -1,14 +1,14 @@
 """The holders of a session's objects: each connection, and the lease itself.
 
 An object belongs to the connection that created it, and ends with it (`ended_connections.py`), unless it is kept by
-name (`kept_buffers.py`): then the lease holds it.
+name (`kept_buffers.py`). A kept object is held by the lease.
 """
 
 from collections.abc import MutableSequence
 
 
 class Holder:
-    """A holder, and the number of bytes of the allocations that it holds.
+    """A connection or a lease, with the number of bytes of the allocations that it holds.
 
     Args:
         counters: Shared words, one of which shows the bytes; for example the claims page's.
@@ -31,7 +31,7 @@ class Holder:
         self._counters[self.at] += size_bytes
 
     def show_at(self, at: int) -> None:
-        """Show the bytes in another word from now on, added to what other holders show there."""
+        """From now on, show the bytes in another word, in addition to those of other holders."""
         # A word may show the sum of several holders' bytes, so subtract from the old word and add to the new one.
         self._counters[self.at] -= self.held_bytes
         self.at = at

@@ -1,7 +1,7 @@
 """The daemon's life cycle under its service manager: starting, ready, reloading its settings, stopping.
 
-A reload (SIGHUP) applies the settings that can change while the daemon runs. The log names the others, which apply
-after a restart.
+A reload (SIGHUP) applies the settings that can change while the daemon runs. The log names the other changed settings,
+which apply after a restart.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from gpulease.protocol.time_units import NS_PER_US
 
 
 def settings_that_wait(now: Config, reloaded: Config) -> list[str]:
-    """Return the names of the changed settings that apply at the next start only."""
+    """Return the names of the changed settings that apply only at the next start."""
     # [tenants] is reloaded. Existing leases and connections keep the limits and rights that they were granted.
     reloaded = replace(reloaded, limits=replace(reloaded.limits, tenants=now.limits.tenants))
     return [
@@ -60,7 +60,7 @@ class Reloader:
         self._is_wanted = False
 
     def ask(self) -> None:
-        """Reload. A reload that is in progress may have read an older file, so another one follows it."""
+        """Reload. A reload in progress may have read an older file, so another one follows."""
         self._is_wanted = True
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._reload_while_wanted())
@@ -89,7 +89,7 @@ class Reloader:
 
     async def _reload(self) -> str:
         try:
-            # All or nothing: settings with an error change nothing.
+            # Apply all settings or none: settings with an error change nothing.
             config, token_digest = await asyncio.to_thread(self._read)
             self._service.take_settings(config, token_digest)
         except ConfigError as error:
@@ -126,7 +126,7 @@ class Supervised:
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str], pid: int) -> "Supervised":
         """Take everything out of the environment, so that no child inherits it. Raises BadHandover."""
-        # Create the notifier first: it reports to the operator why the sockets are wrong.
+        # Create the notifier first, because it reports to the operator why the sockets are wrong.
         notifier, every_s = Notifier.taken_from(environment), watchdog.interval_s(environment, pid)
         try:
             return cls(notifier, every_s, take_sockets(environment, pid))
@@ -150,13 +150,13 @@ class Supervised:
         """Run the daemon until SIGINT or SIGTERM; `load` reads its settings again. Raises as `running_service` does."""
         stop_signal: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
         _stop_at_signals(stop_signal)
-        # A reload that is requested during the start happens after it.
+        # A reload that is requested during the start happens afterwards.
         reload_wanted = asyncio.Event()
         if load is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_wanted.set)
         async with contextlib.AsyncExitStack() as stack:
-            # From here on, a close that a peer could block is interrupted. The start creates a context on every card,
-            # which may take longer than the service manager's limit, so the limit is extended until the sockets listen.
+            # From here on, closes that a peer blocks are interrupted. The start creates a context on every card, which
+            # may take longer than the service manager's limit, so the limit is extended until the sockets listen.
             stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
                 self._notifier.send_status("Creating a context on every card.")
@@ -167,7 +167,8 @@ class Supervised:
             if service.url:
                 message = f"gpuleased {VERSION} serves its web page at {service.url}"
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
-            # A daemon that crashes now leaves its sockets with the service manager; clients wait for the next daemon.
+            # If the daemon crashes from now on, its sockets stay with the service manager, and clients wait for the
+            # next daemon.
             await self._store_sockets(service)
             service.on_new_sockets = partial(self._store_new_sockets, service)
             # Units that depend on this daemon start only after this notification, because only now does the daemon
@@ -187,13 +188,13 @@ class Supervised:
             collect_rarely()
             number = await stop_signal
             # SIGINT comes from a person at a terminal, SIGTERM from the service manager. The exit of the stack then
-            # runs everything above backwards: the reloader, the watchdog, the service.
+            # ends everything above in reverse order: the reloader, the watchdog, the service.
             service.may_end_sessions(is_interrupted=number is signal.SIGINT)
             log_event(LogEvent.DAEMON_STOPPING)
             await self._notifier.send_reliably("STOPPING=1", status("Stopping."))
 
     async def _store_sockets(self, service: Service) -> None:
-        """Have the service manager store this daemon's own listening sockets, and drop the unused ones."""
+        """Let the service manager store this daemon's own listening sockets, and drop the unused ones."""
         if not self._notifier.is_connected:
             return
         # Clients that connect to a stored socket that no setting names would wait forever.
@@ -204,7 +205,7 @@ class Supervised:
         service.leave_sockets()
 
     async def _store_new_sockets(self, service: Service, addresses: Collection[Address]) -> None:
-        """Have the service manager replace the stored sockets of some addresses."""
+        """Let the service manager replace the stored sockets of some addresses."""
         if not self._notifier.is_connected:
             return
         for address, fd in service.bound:

@@ -25,8 +25,8 @@ MAX_STATUS_CHARS: Final = 512
 """Maximum length of a line for `systemctl status`. Texts from settings could exceed a datagram."""
 
 EXTENSION_S: Final = 30.0
-"""The time by which a notification extends a start. The loop sends three such notifications in that time; a stuck loop
-sends none."""
+"""The time by which a notification extends a start. The loop sends three such notifications in that time, and a stuck
+loop none."""
 
 _PAUSE_S: Final = 0.05
 
@@ -48,7 +48,7 @@ class Notifier:
 
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str]) -> "Notifier":
-        """Return the notifier of the environment, and remove its variable: children must not notify."""
+        """Return the notifier of the environment, and remove its variable, because children must not notify."""
         address = environment.pop(ADDRESS_VARIABLE, "")
         # Other kinds of sockets (vsock:) are for machines, not for processes of this host.
         if address and address[0] not in "/@":
@@ -69,7 +69,7 @@ class Notifier:
         # Without a service manager every notification counts as sent.
         if self._socket is None:
             return True
-        # Send text and descriptors in one datagram: the text states the purpose of the descriptors (FDSTORE=1).
+        # Send text and descriptors in one datagram, because the text states the descriptors' purpose (FDSTORE=1).
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)
@@ -82,7 +82,7 @@ class Notifier:
         return True
 
     async def send_reliably(self, *assignments: str, fds: Sequence[int] = ()) -> None:
-        """Send assignments that the service manager waits for or acts on; retry for SEND_TIMEOUT_S."""
+        """Send assignments on which the service manager waits or acts. Retries for SEND_TIMEOUT_S."""
         deadline_s = time.monotonic() + SEND_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if self.send(*assignments, fds=fds):
@@ -134,7 +134,7 @@ def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
 
     Removes the variables from the environment: they are meant for one process, not for its children.
     """
-    # Both are removed even if they are for another process.
+    # Remove both variables, even if they are for another process.
     text, process = environment.pop(_INTERVAL, ""), environment.pop(_PROCESS, "")
     if process and process != str(pid):
         return None

@@ -294,7 +294,7 @@ class Site:
     async def _revoke(self, request: Request) -> Response:
         # Step 1: check the token, so that a reader without it learns nothing from the other checks.
         token = self._access.token_of(request)
-        # Step 2: check the same bounds as the broker, with an answer for a person.
+        # Step 2: check the same bounds as the broker, to answer in words for people.
         lease_id = request.path_params["lease_id"]
         if _LEASE_ID.fullmatch(lease_id) is None:
             raise HTTPException(400, "A lease's id must have 32 hexadecimal digits.")

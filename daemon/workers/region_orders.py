@@ -117,7 +117,7 @@ class RegionOrders:
         self._send(order.lease_id, messages.ResizeSliceOrder(order.size_bytes))
 
     def refuse_resize(self, order: ResizeSlice, doubt: str) -> None:
-        """Answer for the worker that its slice keeps its size."""
+        """Answer in the worker's place that the slice keeps its size."""
         if (worker := self._workers.worker(order.lease_id)) is not None:
             self._post(SliceResized(order.lease_id, worker.spec.size_bytes, doubt))
 

@@ -37,7 +37,7 @@ class FaultIsolation:
         blamed = list(under_way)
         if current:
             # The guilty request is in this group. Members without rows in the lost steps stay suspects, in a separate
-            # group, because they may not have reached the place of the fault.
+            # group, because they may not have reached the computation that failed.
             innocent = tuple(name for name in current if name not in blamed)
             blamed = [name for name in current if name in blamed]
             if innocent:
@@ -45,7 +45,7 @@ class FaultIsolation:
             if len(blamed) == len(current) == 1:
                 return blamed[0]
         else:
-            # All requests were computed, so all with rows are suspects. Earlier suspects stay in their groups.
+            # All requests were computed, so all requests with rows are suspects. Earlier suspects stay in their groups.
             suspected = {name for group in self._groups for name in group}
             blamed = [name for name in blamed if name not in suspected]
         # Halve the group. Both halves come before other groups, so that one guilty request is found in log2(n) losses.

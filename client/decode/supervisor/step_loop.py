@@ -270,8 +270,8 @@ class StepLoop:
                 _, shared = self.regions.prefixes[sequence.prefix]
                 constants["shared"] = shared.region.address // SHARED_ALIGNMENT
                 constants["shared_blocks"] = shared.blocks
-        # Copy its sequence's constant fields into each row, then set the other fields. `take` copies whole records;
-        # indexing with an array would copy them field by field, which takes twenty times as long.
+        # Copy into each row the constant fields of its sequence, then set the other fields. `take` copies whole
+        # records; indexing with an array would copy them field by field, which takes twenty times as long.
         rows: Rows = self._constants.take(plan.tables)
         rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
         rows["table"], rows["block"] = plan.tables, plan.blocks
@@ -294,9 +294,9 @@ class StepLoop:
         self._ledger.report(lambda observer: observer.on_forward_revoked(report))
 
     def _abort_region(self, error: RegionFailed) -> None:
-        """End the sequences that use the ended region: its tenant's, or those of a shared prefix.
+        """End the sequences that use the ended region, which belongs to a tenant or a shared prefix.
 
-        Raises the error if the region belongs to neither.
+        Raises the error if the region belongs to no tenant and no prefix.
         """
         if (name := self.regions.prefix_of(error.lease_id)) is not None:
             self.abort_prefix(name, error)

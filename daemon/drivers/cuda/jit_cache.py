@@ -19,17 +19,18 @@ CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
 Variables"). Without it the cache is off, because one worker would run code that another wrote there."""
 
 MAX_IMAGES: Final = 16
-"""Maximum number of images kept at a time; the most recently used stay."""
+"""Maximum number of images that are kept at a time. The most recently used images stay."""
 
 MAX_KEPT_BYTES: Final = 8 << 20
-"""Maximum number of bytes of machine code kept. Stops a tenant from filling its worker's memory with images."""
+"""Maximum number of bytes of machine code that are kept, so that a tenant can't fill its worker's memory with
+images."""
 
 _NAME: Final = b"gpulease: the name of an image\0"
 _KEY: Final = b"gpulease: the key of an image\0"
 
 
 class Compiled:
-    """The machine code of the images used last."""
+    """The machine code of the images that were used last."""
 
     def __init__(self) -> None:
         self._masked: OrderedDict[bytes, bytearray] = OrderedDict()
@@ -41,7 +42,7 @@ class Compiled:
 
         Raises the errors of `compile_image`; after an error, nothing is kept.
         """
-        # Name and key are hashes of one hash, so that an image of many megabytes is read once.
+        # Name and key are hashes of the image's hash, so that an image of many megabytes is read only once.
         digest = hashlib.sha256(ptx).digest()
         name = name_of(digest)
         masked = self._masked.get(name)
@@ -62,7 +63,7 @@ class Compiled:
     def _keep(self, name: bytes, masked: bytearray) -> None:
         self._masked[name] = masked
         self._kept_bytes += len(masked)
-        # Oldest first, until both bounds hold.
+        # Remove the oldest code first, until both bounds are met.
         while self._kept_bytes > self._most_bytes or len(self._masked) > MAX_IMAGES:
             _, oldest = self._masked.popitem(last=False)
             self._kept_bytes -= len(oldest)
@@ -74,7 +75,7 @@ def name_of(digest: bytes) -> bytes:
 
 
 def _mask(data: bytes | bytearray, digest: bytes) -> bytearray:
-    """XOR with SHAKE256 (FIPS 202) of the image's hash; twice returns the data. Each mask serves only one code."""
+    """XOR with SHAKE256 (FIPS 202) of the image's hash. A second call undoes the first. Each mask serves one code."""
     stream = bytearray(hashlib.shake_256(_KEY + digest).digest(len(data)))
     # Compute in place, because numpy does not overwrite the memory of arrays that it frees.
     masked = np.frombuffer(stream, np.uint8)

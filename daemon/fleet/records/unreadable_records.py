@@ -9,10 +9,10 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable
 
 MAX_REMEMBERED: Final = 64
-"""Maximum number of keys that are remembered. Stops a foreign writer of many keys from filling memory."""
+"""Maximum number of keys that are remembered, so that a foreign writer of many keys can't fill memory."""
 
 MAX_SHOWN: Final = 3
-"""Maximum number of keys in one sentence. Keeps a line of the log and of health short."""
+"""Maximum number of keys in one sentence, to keep lines of the log and of health reports short."""
 
 MAX_KEY_CHARS: Final = 200
 """Longest shown part of a key; keys in etcd may have a megabyte."""
@@ -29,8 +29,8 @@ class UnreadableRecords:
     """Keys with unreadable values.
 
     Attributes:
-        count: Unreadable values since the process began. Each revision of a key counts once, as long as at most
-          MAX_REMEMBERED keys are unreadable at a time.
+        count: Unreadable values since the process began. Each revision of a key counts once, provided that at most
+            MAX_REMEMBERED keys are unreadable at a time.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class UnreadableRecords:
         self._records: dict[bytes, _Unreadable] = {}
 
     def add(self, item: KeyValue, reason: str, now_ns: int = 0) -> None:
-        """Count a value that could not be read at that time."""
+        """Count a value that could not be read at the time `now_ns`."""
         # Each revision counts once, however often it is read.
         before = self._records.pop(item.key, None)
         if before is None or before.mod_revision != item.mod_revision:
@@ -49,11 +49,11 @@ class UnreadableRecords:
         self._records[item.key] = _Unreadable(item.mod_revision, reason, now_ns)
 
     def forget(self, key: bytes) -> None:
-        """Forget a key that has another value now, or none."""
+        """Forget a key that now has another value or none."""
         self._records.pop(key, None)
 
     def forget_older(self, seen_ns: int) -> None:
-        """Forget the keys that were last read before that time: they may have been deleted."""
+        """Forget the keys that were last read before the time `seen_ns`, because they may have been deleted."""
         while self._records:
             # The dictionary is in the order of the last reads.
             key, oldest = next(iter(self._records.items()))

@@ -30,7 +30,7 @@ then inaccurate for them."""
 
 MIN_HELD_SLEEP_NS: Final = 50_000
 MIN_HELD_SLEEP_S: Final = MIN_HELD_SLEEP_NS / NS_PER_S
-"""First sleep while work is held back. The work on the card that it has to wait for is often this short."""
+"""First sleep while work is held back. The work on the card for which it waits is often this short."""
 
 MAX_HELD_SLEEP_S: Final = 500e-6
 """Longest sleep while work is held back. The lease is checked after each sleep, so a revocation is noticed after this
@@ -47,16 +47,16 @@ MAX_NAP_S: Final = 20e-3
 """Longest sleep between two polls of work that no client waits for."""
 
 YOUNG_NS: Final = 3_000_000
-"""Age of an interval of work up to which native code polls for its end without a sleep, on a host with cores to spare.
-At a lower age a sleep of MIN_NAP_S, plus the time that the host takes to wake the worker, would be more than 1 /
-NAPS_PER_INTERVAL of the interval."""
+"""On a host with cores to spare, native code polls for the end of an interval of work without a sleep until the
+interval has this age. At a lower age, a sleep of MIN_NAP_S, plus the time that the host takes to wake the worker, would
+be more than 1 / NAPS_PER_INTERVAL of the interval."""
 
 NAPS_PER_INTERVAL: Final = 16
 """A sleep between two polls lasts 1 / NAPS_PER_INTERVAL of the time for which work has been outstanding. The work is
 assumed to end in the middle of a sleep, so the measured time is wrong by at most half a sleep: 1/32, in either
 direction."""
 
-# Spreads kinds that are addresses over the means.
+# A factor that distributes kinds over the means, even if the kinds are addresses.
 _SPREAD: Final = 0x9E3779B97F4A7C15
 _BUSY_SINCE_NS: Final = int(Counter.BUSY_SINCE_NS)
 _IS_MARKED: Final = PacingState.is_marked.offset // 8
@@ -74,7 +74,7 @@ def session_code() -> "NativeCode":
 
 
 class _PacingCode:
-    """The functions of pacing.ll, by their names there, bound once for the process."""
+    """The functions of pacing.ll, by their names, bound once for the process."""
 
     def __init__(self) -> None:
         code, address, time_ns = session_code(), ctypes.c_void_p, ctypes.c_uint64
@@ -95,7 +95,7 @@ def _pacing_code() -> _PacingCode:
 
 
 class Pacer:
-    """One session's account of the card's time, and the wait for the limits on it.
+    """One session's account of the card's time, and the waits that the limits on this time require.
 
     Args:
         page: The control page, with the account and the limits.
@@ -136,7 +136,7 @@ class Pacer:
         self.address = ctypes.addressof(self._state)
         # The mean for work whose caller does not name a kind.
         self._any_mean = self.mean_of(0)
-        # Addresses of two means: that of the work begun last, and that of the work that was admitted under a limit and
+        # Addresses of two means: for the work that was begun last, and for the work that was admitted under a limit and
         # has no mark yet (0 if there is none).
         self._mean, self._admitted = self._any_mean, 0
         # When a wait last saw work outstanding; 0 if it did not poll yet.
