@@ -14,22 +14,12 @@
 `gpulease.client.aio` has the same names with coroutines; `gpulease.client.errors` shows the errors as a tree.
 """
 
-from importlib import import_module
-from typing import Any
-
+import gpulease.client.imported_on_access as _imported_on_access
 import gpulease.client.moved_modules as _moved_modules
 
 _moved_modules.install()
 
-
-def __getattr__(name: str) -> Any:
-    """Import all exported names when the first is accessed, because most commands of `gpulease` need none."""
-    if name == "__all__" or not name.startswith("__"):
-        public = import_module("gpulease.client.sync.public")
-        globals().update({exported: getattr(public, exported) for exported in public.__all__}, __all__=public.__all__)
-        if name in globals():
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _imported_on_access.imported_on_access(globals(), "gpulease.client.sync.public")
 
 
 def __dir__() -> list[str]:

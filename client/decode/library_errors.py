@@ -6,7 +6,6 @@ requests. So every call with data that a tenant or a model's file has chosen is 
 `rejected`.
 """
 
-from asyncio import CancelledError
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,9 +17,14 @@ def panics_caught() -> Iterator[None]:
     """Turn a panic in the block into LibraryPanicked. Other exceptions pass."""
     try:
         yield
-    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit, CancelledError):
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
+        # Imported here, because the processes that read texts run no event loop, and start faster without it.
+        from asyncio import CancelledError
+
+        if isinstance(error, CancelledError):
+            raise
         raise LibraryPanicked(f"{type(error).__name__}: {error}") from None
 
 
