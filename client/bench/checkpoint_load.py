@@ -28,10 +28,10 @@ from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import ModelConfig, RandomCheckpoint, open_model
-from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_bytes
+from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensor_file import TensorFile
-from gpulease.client.decode.checkpoint.weight_loader import WINDOW_BYTES
+from gpulease.client.decode.checkpoint.weight_loader import WINDOW_BYTES, load_weights, size_bytes
 
 COPIED_BYTES: Final = 1 << 30
 ARENA_BYTES: Final = 1 << 28

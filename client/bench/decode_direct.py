@@ -28,7 +28,7 @@ from gpulease.client.bench.decode_steps import (
 )
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.decode import ModelConfig, RandomCheckpoint
-from gpulease.client.decode.checkpoint import load_weights
+from gpulease.client.decode.checkpoint.weight_loader import load_weights
 from gpulease.client.decode.engine.engine import MAX_STEPS
 from gpulease.client.decode.engine.forward_pass import ForwardPass, StepLimits, block_bytes
 from gpulease.client.decode.row_records import RESULT, ROW, Results, Rows

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from gpulease.client.aio import GpuLease, GpuSession, Region, RegionSet
 from gpulease.client.aio.graphs import Graph
 from gpulease.client.aio.streams import Stream
-from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_bytes
+from gpulease.client.decode.checkpoint import Checkpoint
+from gpulease.client.decode.checkpoint.weight_loader import load_weights, size_bytes
 from gpulease.client.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.decode.engine.forward_pass import (
     LAUNCH_BYTES,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.decode.checkpoint import RandomCheckpoint, load_weights
+from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.checkpoint.weight_loader import load_weights
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.engine import MAX_STEPS, lease_bytes

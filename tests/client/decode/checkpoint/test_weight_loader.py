@@ -18,13 +18,12 @@ from gpulease.client.decode.checkpoint import (
     Checkpoint,
     RandomCheckpoint,
     TensorType,
-    load_weights,
     open_model,
-    size_bytes,
 )
 from gpulease.client.decode.checkpoint.model_tensors import feed_forward_parts
 from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
+from gpulease.client.decode.checkpoint.weight_loader import load_weights, size_bytes
 from gpulease.client.decode.checkpoint.weights import Layout, Linear, ModelWeights, Plane
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import Experts, ModelConfig
