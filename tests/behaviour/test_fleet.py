@@ -1,13 +1,10 @@
 """A fleet of real daemons on a real etcd: only one node serves a name, whatever is killed, stopped or cut off."""
 
-import gc
 import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_rig import FENCED, HORIZON_S, FleetNode, Worker, claims, fleet
-from helpers.leaks import SHARED_FOLDERS
+from helpers.lasting_fleet import LastingFleet, lent_fleet, stop_fleets
 from helpers.processes import stop_process
 from helpers.readable import readable
 from helpers.waiting import wait_until
@@ -31,56 +28,15 @@ NAME = "model-a"
 Fleet = tuple[EtcdCluster, tuple[FleetNode, FleetNode]]
 
 
-class LastingFleet:
-    """Two nodes for all tests that leave them as they found them. After a failed test, new nodes are started."""
-
-    def __init__(self, folder: Path) -> None:
-        with ExitStack() as stack:
-            self.cluster, (first, second) = stack.enter_context(fleet(folder))
-            self.nodes = (first, second)
-            self._stack = stack.pop_all()
-        # The next test uses the processes that this one starts.
-        SHARED_FOLDERS.update({self.cluster.folder, *(node.folder for node in self.nodes)})
-        for node in self.nodes:
-            node.now.allowed_trouble.append(FENCED)
-
-    def rest(self) -> None:
-        """Prepare the nodes for the next test. Both must join, and have no lease, no claim and no logged error."""
-        # Caught exceptions keep frames, and so leases and connections, alive in reference cycles.
-        gc.collect()
-        for node in self.nodes:
-            assert not node.now.trouble(), node.logs()
-            node.wait_until_joined()
-        wait_until(lambda: not self._leases(), "no lease is left", seen=self._leases)
-        wait_until(lambda: not claims(self.cluster), "no claim is orphaned", seen=lambda: claims(self.cluster))
-
-    def _leases(self) -> list[dict[str, Any]]:
-        return [lease for node in self.nodes for lease in node.now.leases()]
-
-    def stop(self) -> None:
-        self._stack.close()
-
-
 @pytest.fixture(scope="module")
-def _fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LastingFleet]]:
-    fleets: list[LastingFleet] = []
-    yield fleets
-    for lasting in fleets:
-        lasting.stop()
+def _fleets() -> Iterator[list[LastingFleet]]:
+    yield from stop_fleets()
 
 
 @pytest.fixture
 def pair(_fleets: list[LastingFleet], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    if not _fleets:
-        _fleets.append(LastingFleet(tmp_path_factory.mktemp("fleet")))
-    (lasting,) = _fleets
-    yield lasting.cluster, lasting.nodes
-    try:
-        lasting.rest()
-    except BaseException:
-        _fleets.clear()
-        lasting.stop()
-        raise
+    for lasting in lent_fleet(_fleets, tmp_path_factory.mktemp("fleet")):
+        yield lasting.cluster, lasting.nodes
 
 
 def no_overlap(first: Worker, second: Worker) -> bool:
@@ -115,24 +71,24 @@ def stop_daemon(node: FleetNode) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [kill_daemon, stop_daemon])
-def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[FleetNode], None]) -> None:
+def test_a_dead_nodes_name_lives_on_elsewhere(pair: Fleet, fault: Callable[[FleetNode], None]) -> None:
     """If the daemon is killed or stopped, no claimed lease runs past its horizon, and no name is served twice."""
-    with fleet(tmp_path) as (_, (first, second)):
-        lease = first.acquire(NAME)
-        before = Worker(lease)
-        before.wait_until_working()
-        anonymous = Worker(first.builder().acquire())
-        anonymous.wait_until_working()
-        fault(first)
-        with second.acquire(NAME) as again:
-            after = Worker(again)
-            after.wait_until_working()
-            before.wait_for_end()
-            after.stop()
-            assert no_overlap(before, after)
-            assert again.epoch > lease.epoch
-            assert anonymous.error is None
-        anonymous.stop()
+    _, (first, second) = pair
+    lease = first.acquire(NAME)
+    before = Worker(lease)
+    before.wait_until_working()
+    anonymous = Worker(first.builder().acquire())
+    anonymous.wait_until_working()
+    fault(first)
+    with second.acquire(NAME) as again:
+        after = Worker(again)
+        after.wait_until_working()
+        before.wait_for_end()
+        after.stop()
+        assert no_overlap(before, after)
+        assert again.epoch > lease.epoch
+        assert anonymous.error is None
+    anonymous.stop()
 
 
 @pytest.mark.exhaustive
@@ -224,24 +180,24 @@ def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: Path) -> None:
-    with fleet(tmp_path) as (cluster, (first, second)):
-        names = [f"model-{number}" for number in range(3)]
-        leases = [first.builder(name).acquire() for name in names]
-        # Stop as if by Ctrl-C, which ends sessions.
-        first.now.process.send_signal(signal.SIGINT)
-        assert first.now.wait_for_exit() == 0
-        assert claims(cluster) == {}
-        nodes = cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/nodes/")
-        assert nodes.split() == ["/gpulease/v1/nodes/node-1"]
-        for name in names:
-            second.builder(name).acquire().free()
-        first.start()
-        first.wait_until_joined()
-        assert "fleet.fenced" not in first.logs()
-        with first.builder(names[0]).acquire():
-            pass
-        del leases
+def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(pair: Fleet) -> None:
+    cluster, (first, second) = pair
+    names = [f"model-{number}" for number in range(3)]
+    leases = [first.builder(name).acquire() for name in names]
+    # Stop as if by Ctrl-C, which ends sessions.
+    first.now.process.send_signal(signal.SIGINT)
+    assert first.now.wait_for_exit() == 0
+    assert claims(cluster) == {}
+    nodes = cluster.control("get", "--prefix", "--keys-only", "/gpulease/v1/nodes/")
+    assert nodes.split() == ["/gpulease/v1/nodes/node-1"]
+    for name in names:
+        second.builder(name).acquire().free()
+    first.start()
+    first.wait_until_joined()
+    assert FENCED not in first.now.log()
+    with first.builder(names[0]).acquire():
+        pass
+    del leases
 
 
 @pytest.mark.exhaustive
@@ -264,26 +220,26 @@ def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
+def test_a_node_that_is_cut_off_knows_its_request_ids(pair: Fleet) -> None:
     """A node that was just started, and has not joined, must also know them.
 
     Else a client that believes its refusal would get a second lease elsewhere.
     """
-    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
-        request_id = LeaseParameter(REQUEST_ID.tag, secrets.token_bytes(16))
-        wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, (request_id,))
-        first = ask(Opcode.LEASE_ALLOC, wanted, node.address)
-        cluster.pause(cluster.members[0])
-        node.restart()
-        assert "has not joined" in node.fleet_check()["detail"]
-        with pytest.raises(GpuLeaseError, match="has not joined"):
-            node.builder().acquire()
-        assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
-        cluster.resume(cluster.members[0])
-        node.wait_until_joined()
-        assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
-        assert len(node.now.leases()) == 1
-        node.now.revoke(first.lease_id)
+    cluster, (node, _) = pair
+    request_id = LeaseParameter(REQUEST_ID.tag, secrets.token_bytes(16))
+    wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, (request_id,))
+    first = ask(Opcode.LEASE_ALLOC, wanted, node.address)
+    cluster.pause(cluster.members[0])
+    node.restart()
+    assert "has not joined" in node.fleet_check()["detail"]
+    with pytest.raises(GpuLeaseError, match="has not joined"):
+        node.builder().acquire()
+    assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
+    cluster.resume(cluster.members[0])
+    node.wait_until_joined()
+    assert ask(Opcode.LEASE_ALLOC, wanted, node.address).lease_id == first.lease_id
+    assert len(node.now.leases()) == 1
+    node.now.revoke(first.lease_id)
 
 
 @pytest.mark.exhaustive

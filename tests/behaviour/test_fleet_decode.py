@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from helpers.decode.random_models import TINY
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_daemon
 from helpers.fleet_rig import HORIZON_S, FleetNode, counted_bytes, fleet, quota
+from helpers.lasting_fleet import LastingFleet, lent_fleet, stop_fleets
 from helpers.processes import stop_process
 from helpers.remote import Pki
 from helpers.waiting import wait_until
@@ -48,7 +49,7 @@ KEY = "replace-this-key"
 
 
 @contextmanager
-def nodes_at(folder: Path, tenants: str = "") -> Iterator[tuple[str, EtcdCluster, list[FleetNode]]]:
+def nodes_at(folder: Path, tenants: str) -> Iterator[tuple[str, EtcdCluster, list[FleetNode]]]:
     """Yield a fleet of two nodes: its address, its etcd and the nodes."""
     with (
         fleet(folder, tenants=tenants) as (cluster, nodes),
@@ -58,7 +59,18 @@ def nodes_at(folder: Path, tenants: str = "") -> Iterator[tuple[str, EtcdCluster
         yield f"fleet:{directory.address}", cluster, nodes
 
 
-def place_of(address: str, nodes: list[FleetNode]) -> tuple[FleetNode, FleetNode]:
+@pytest.fixture(scope="module")
+def _fleets() -> Iterator[list[LastingFleet]]:
+    yield from stop_fleets()
+
+
+@pytest.fixture
+def pair(_fleets: list[LastingFleet], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LastingFleet]:
+    """Return two nodes with a directory. After the test, both must run, without leases."""
+    yield from lent_fleet(_fleets, tmp_path_factory.mktemp("fleet"), with_directory=True)
+
+
+def place_of(address: str, nodes: Sequence[FleetNode]) -> tuple[FleetNode, FleetNode]:
     """Return the node with this address, and the other node."""
     here = next(node for node in nodes if node.address == address)
     return here, next(node for node in nodes if node is not here)
@@ -74,7 +86,7 @@ def kill_node(node: FleetNode) -> None:
 
 @pytest.mark.exhaustive
 def test_a_drained_node_is_left_for_another_before_its_leases_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: LastingFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Recorder()
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.2)
@@ -82,7 +94,7 @@ def test_a_drained_node_is_left_for_another_before_its_leases_end(
     async def scene(decoder: Decoder) -> None:
         alone = await one_by_one(decoder)
         for _ in range(2):  # There, and back.
-            here, there = place_of(decoder.engine.lease.address, nodes)
+            here, there = place_of(decoder.engine.lease.address, pair.nodes)
             with monkeypatch.context() as patched:
                 gate = Gate(patched, opens_before=True)
                 ask(Opcode.DRAIN, Drain(3_600_000), here.address)
@@ -97,8 +109,7 @@ def test_a_drained_node_is_left_for_another_before_its_leases_end(
             ask(Opcode.DRAIN_CANCEL, Empty(), here.address)
         assert await one_by_one(decoder) == alone
 
-    with nodes_at(tmp_path) as (address, _, nodes):
-        play(address, scene, heard)
+    play(pair.address, scene, heard)
     assert [report.is_planned for report in heard.rebuilt] == [True, True]
     assert {report.tenant_id for report in heard.rebinds} == set("abcd"), "they were in the midst of it"
 
@@ -125,7 +136,7 @@ async def abandoned(decoder: Decoder, node: FleetNode) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_node_that_hangs_is_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_hangs_is_replaced_by_another(pair: LastingFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Recorder()
     monkeypatch.setattr(serving_engine, "FLEET_LEASE_S", 16.0)
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
@@ -133,7 +144,7 @@ def test_a_node_that_hangs_is_replaced_by_another(tmp_path: Path, monkeypatch: p
 
     async def scene(decoder: Decoder) -> None:
         alone = await one_by_one(decoder)
-        here, there = place_of(decoder.engine.lease.address, nodes)
+        here, there = place_of(decoder.engine.lease.address, pair.nodes)
 
         async def stop() -> None:
             stop_node(here)
@@ -142,15 +153,14 @@ def test_a_node_that_hangs_is_replaced_by_another(tmp_path: Path, monkeypatch: p
         assert decoder.engine.lease.address == there.address
         await abandoned(decoder, here)
 
-    with nodes_at(tmp_path) as (address, _, nodes):
-        play(address, scene, heard)
+    play(pair.address, scene, heard)
     assert [report.is_planned for report in heard.rebuilt] == [False]
     assert heard.rebinds
 
 
 @pytest.mark.exhaustive
 def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: LastingFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Recorder()
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
@@ -158,7 +168,7 @@ def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
 
     async def scene(decoder: Decoder) -> None:
         alone = await one_by_one(decoder)
-        here, there = place_of(decoder.engine.lease.address, nodes)
+        here, there = place_of(decoder.engine.lease.address, pair.nodes)
         with monkeypatch.context() as patched:
             gate = Gate(patched, opens_before=True)
             kill_daemon(here)
@@ -171,8 +181,7 @@ def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
         assert decoder.engine.lease.address == there.address
         await abandoned(decoder, here)
 
-    with nodes_at(tmp_path) as (address, _, nodes):
-        play(address, scene, heard)
+    play(pair.address, scene, heard)
     assert [report.is_planned for report in heard.rebuilt] == [True]
 
 
@@ -282,16 +291,16 @@ def text_around(client: httpx.Client, event: Callable[[], None]) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_served_stream_outlives_the_node_that_it_began_on(tmp_path: Path) -> None:
-    with nodes_at(tmp_path) as (address, _, nodes), server_at(address, tmp_path) as client:
+def test_a_served_stream_outlives_the_node_that_it_began_on(pair: LastingFleet, tmp_path: Path) -> None:
+    with server_at(pair.address, tmp_path) as client:
         undisturbed = text_around(client, lambda: None)
 
         def lose_node() -> None:
-            lost.append(next(node for node in nodes if node.now.leases()))
+            lost.append(next(node for node in pair.nodes if node.now.leases()))
             kill_node(lost[0])
 
         lost: list[FleetNode] = []
         assert text_around(client, lose_node) == undisturbed
-        (other,) = [node for node in nodes if node is not lost[0]]
+        (other,) = [node for node in pair.nodes if node is not lost[0]]
         assert other.now.leases()
         assert client.get("/healthz").status_code == 200

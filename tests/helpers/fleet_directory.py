@@ -20,7 +20,7 @@ from gpulease.daemon.fleet.records.fleet_records import (
     name_key,
     node_key,
 )
-from helpers.daemon import Daemon, python_environment
+from helpers.daemon import FOLDER, Daemon, python_environment
 from helpers.etcd_cluster import EtcdCluster
 from helpers.waiting import wait_until
 
@@ -36,6 +36,7 @@ class Directory:
 
     Attributes:
         address: Its first address.
+        folder: Its files. The process has this path in its environment, like those of `Daemon`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Directory:
     ) -> None:
         """Write the fleet's horizon to etcd, as its first node would do, unless there is one."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         # Nodes that have joined have written the horizon.
         if not cluster.control("get", HORIZON.decode()):
             cluster.control("put", HORIZON.decode(), horizon_s)
@@ -62,7 +64,11 @@ class Directory:
     def __enter__(self) -> Self:
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=python_environment()
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=python_environment() | {FOLDER: str(self.folder)},
             )
         try:
             found = wait_until(self._addresses, "the directory listens", seen=self.log)
