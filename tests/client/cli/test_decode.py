@@ -21,6 +21,8 @@ from helpers.processes import marked
 from helpers.terminal import Terminal
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("_decode_kernels")
+
 PROMPT = "The with statement"
 NOWHERE = "unix:/nowhere"
 

@@ -2,12 +2,16 @@
 
 import asyncio
 
+import pytest
+
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon, running
 from helpers.decode.card_moves import outputs_around_moves
 from helpers.decode.decoder_rig import TOKENS, Outputs
+
+pytestmark = pytest.mark.usefixtures("_decode_kernels")
 
 CONFIG = """
 [limits]

@@ -58,6 +58,8 @@ from helpers.decode.decoder_rig import (
 from helpers.decode.random_models import TINY
 from helpers.lasting import LastingDaemon
 
+pytestmark = pytest.mark.usefixtures("_decode_kernels")
+
 Loss = Callable[[Daemon, Decoder], Awaitable[None]]
 
 

@@ -42,6 +42,8 @@ from helpers.decode.many_models import (
 from helpers.waiting import wait_until
 from lab.many_models import make_model
 
+pytestmark = pytest.mark.usefixtures("_decode_kernels")
+
 NAMES = ("a", "b", "c", "d")
 
 
