@@ -63,6 +63,7 @@ class Worker:
         regions: Its session's regions and words; None before a warm worker takes a lease, a client asks for the words,
             or a region is opened.
         has_left: Whether the broker has taken its session's image. Then it serves nothing, unless the session stays.
+        asks_for_words: Whether the latest connection asked for the session's words; True before the first one.
     """
 
     spec: WorkerSpec
@@ -86,6 +87,7 @@ class Worker:
     submit_ends_ns: int | None = None
     regions: RegionLink | None = None
     has_left: bool = False
+    asks_for_words: bool = True
 
     @property
     def earlier_version(self) -> str:
@@ -129,9 +131,10 @@ class Worker:
         if self.spec is not spec:
             return
         self._send_or_drop(spec)
-        if not spec.submit_of:
+        if not spec.submit_of and self.asks_for_words:
             # Most clients ask for the session's words. Make the page while the worker opens its context, which takes
-            # longer. If this fails, it is tried again for the first such client.
+            # longer. If this fails, it is tried again for the first such client. A recycled worker's tenant asks as it
+            # did in its last lease.
             with contextlib.suppress(OSError):
                 self.open_regions().show_page()
 
@@ -173,6 +176,7 @@ class Worker:
         if self.hand_overs >= MAX_HAND_OVERS:
             return False
         attach = replace(attach, is_stranger=self.is_stranger)
+        self.asks_for_words = attach.words
         # Write this before the socket is sent: if this process dies in between, the next broker assumes that there is a
         # session.
         self.page.open_session()
