@@ -13,7 +13,8 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import Figures, percentile
-from gpulease.client.bench.lease_life import FIRST_PTX, await_pool
+from gpulease.client.bench.lease_life import FIRST_PTX
+from gpulease.client.console.scene import await_pool
 
 SLICE_BYTES: Final = 256 << 20
 SMALL_BYTES: Final = 4096

@@ -11,8 +11,8 @@ import numpy as np
 
 from gpulease.client.bench.figures import load_figures, percentile, percentiles_ms
 from gpulease.client.bench.host_floors import parse_cpu_us
-from gpulease.client.bench.lease_life import await_pool
 from gpulease.client.console.reports import first_card
+from gpulease.client.console.scene import await_pool
 from gpulease.client.errors import CapacityExceeded, GpuLeaseError
 from gpulease.client.serve.gateway import (
     DaemonEffects,

@@ -17,17 +17,12 @@ from gpulease.client import (
     Revoked,
 )
 from gpulease.client.bench.figures import percentile
-from gpulease.client.console.reports import first_card
+from gpulease.client.console.scene import await_pool
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 
 SLICE_BYTES: Final = 256 << 20
-POOL_TIMEOUT_S: Final = 30.0
-"""Longest time for a pool to be full again, in seconds; a context takes 0.3 s."""
-
-_POOL_POLL_S: Final = 0.01
-
 FIRST_PTX: Final = b""".version 7.0
 .target sm_75
 .address_size 64
@@ -79,18 +74,6 @@ def _one_lease_ms(address: str) -> tuple[float, ...]:
     lease.free()
     freed = time.perf_counter()
     return tuple(seconds * 1e3 for seconds in (answered - started, finished - started, freed - freeing))
-
-
-def await_pool(address: str) -> None:
-    """Wait until the first card's pool is full. Raises RuntimeError if it never is."""
-    deadline_s = time.monotonic() + POOL_TIMEOUT_S
-    while True:
-        card = first_card(address, "warm_contexts", "warm_wanted")
-        if card["warm_contexts"] >= card["warm_wanted"]:
-            return
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(f"the pool has {card['warm_contexts']} of {card['warm_wanted']} contexts")
-        time.sleep(_POOL_POLL_S)
 
 
 def _percentiles_by_column(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:

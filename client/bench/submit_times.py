@@ -7,7 +7,7 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Submission
 from gpulease.client.bench.figures import percentile, timed_us
-from gpulease.client.bench.lease_life import await_pool
+from gpulease.client.console.scene import await_pool
 from gpulease.client.errors import GpuLeaseError
 
 SLICE_BYTES: Final = 1 << 20

@@ -30,10 +30,21 @@ NAME_CHARS: Final = 15
 """Number of characters of a process's name that the kernel stores."""
 
 _POLL_S: Final = 0.001
+_POOL_POLL_S: Final = 0.01
 
 
 class Breach(Exception):
     """A promise of leases does not hold on this host; the message names it."""
+
+
+def await_pool(address: str) -> None:
+    """Wait until the first card's pool of ready contexts is full. Raises Breach."""
+    # A lease takes a context from the pool, and the pool makes another one in the background.
+    deadline_s = time.monotonic() + POOL_S
+    while (card := first_card(address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
+        if time.monotonic() > deadline_s:
+            raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} pre-created contexts are there")
+        time.sleep(_POOL_POLL_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +89,8 @@ class Scene:
         return int(first_card(self.address, "held_bytes")["held_bytes"])
 
     def wait_for_pool(self) -> None:
-        """Wait until the pool of ready contexts is full. Raises Breach."""
-        # A lease takes a context from the pool, and the pool makes another one in the background.
-        deadline_s = time.monotonic() + POOL_S
-        while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
-            if time.monotonic() > deadline_s:
-                raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} pre-created contexts are there")
-            time.sleep(_POLL_S)
+        """Wait as `await_pool` does."""
+        await_pool(self.address)
 
     def lease_ids(self) -> set[int]:
         """Return the ids of all live leases on the daemon."""
