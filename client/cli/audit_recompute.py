@@ -226,8 +226,8 @@ async def _decoded(
     positions: int,
 ) -> list[int]:
     count = decode_record.output.count
-    # The record says whether weights were packed.
-    settings = DecoderSettings(ROWS, ROWS, 1, positions, decode_record.by.packed)
+    # The record has the settings that affect the tokens.
+    settings = DecoderSettings(ROWS, ROWS, 1, positions, decode_record.by.packed, decode_record.by.kv_dtype)
     async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
         masks = await decoder.grammars.compile(DEFAULT_TENANT, sampling.grammar) if sampling.grammar else None
         generation = decoder.submit(prompt, max_tokens=count, sampling=sampling, masks=masks)

@@ -21,6 +21,7 @@ from gpulease.client.decode import (
     CompletionReason,
     Decoder,
     DecoderSettings,
+    KvDtype,
     RequestRejected,
     SamplingParameters,
     open_model,
@@ -50,13 +51,14 @@ HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt to continue, the model to use, and the limits and sampling."""
+    """A prompt to continue, the model to use, the limits and sampling, and the type of stored keys and values."""
 
     checkpoint: Checkpoint
     tokenizer: "Tokenizer"
     tokens: list[int]
     max_tokens: int
     sampling: SamplingParameters
+    kv_dtype: KvDtype
 
 
 @dataclass(slots=True)
@@ -112,6 +114,13 @@ class _Answer:
     is_flag=True,
     help="Treat PROMPT as a user's message, and put it into the model's chat template.",
 )
+@click.option(
+    "--kv-dtype",
+    type=click.Choice([str(kind) for kind in KvDtype]),
+    default=str(KvDtype.BF16),
+    show_default=True,
+    help="The type in which attention's keys and values are stored. fp8 needs half of the memory; the tokens differ.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead, at the end.")
 def decode(
     prompt: str,
@@ -122,6 +131,7 @@ def decode(
     top_k: int,
     seed: int,
     is_chat: bool,
+    kv_dtype: str,
     as_json: bool,
 ) -> None:
     """Continue PROMPT with a language model, on a separate lease. The text is printed as it is computed.
@@ -150,7 +160,7 @@ def decode(
         tokenizer = checkpoint.tokenizer()
         # Put a chat message into the model's template; continue a plain prompt as it is.
         tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if is_chat else tokenizer.encode(prompt)
-        prompt_request = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
+        prompt_request = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling, KvDtype(kv_dtype))
         answer = asyncio.run(_continue(address, prompt_request, _hold_back if as_json else _show))
     if as_json:
         click.echo(json.dumps({"model": checkpoint.name, "why": reason, "prompt_tokens": tokens} | asdict(answer)))
@@ -189,7 +199,8 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
     # Limit the output to the model's context. If the prompt alone is too long, the decoder refuses it.
     max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
     # There is only one sequence. A step computes rows of its prompt, and later one token.
-    settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
+    positions = min(context, length + max_tokens)
+    settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, positions, kv_dtype=prompt.kv_dtype)
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         with _load_bar(answer) as progress:

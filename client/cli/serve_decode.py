@@ -158,7 +158,9 @@ async def _serve(
     tokenizer = checkpoint.tokenizer() if settings.prefixes else None
     positions = positions_of(checkpoint, settings.decoder)
     prefixes = () if tokenizer is None else shared_prefixes(settings.prefixes, tokenizer, positions)
-    audit = await DecodeAudit.of(checkpoint, packed=settings.decoder.packed) if settings.audit else None
+    audit = None
+    if settings.audit:
+        audit = await DecodeAudit.of(checkpoint, packed=settings.decoder.packed, kv_dtype=settings.decoder.kv_dtype)
     if audit is not None:
         observers = [*observers, audit]
     opened = Decoder.open(

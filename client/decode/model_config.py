@@ -55,6 +55,14 @@ class Gate(StrEnum):
     """GELU's approximation by tanh."""
 
 
+class KvDtype(StrEnum):
+    """Types in which the engine stores attention's keys and values (the KV cache)."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """Float8 e4m3, with a power of two as the scale of each head of each position."""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama 3's scaling of rotary embeddings ("rope_type": "llama3"); `rotary.rotation_of` has the rule."""
@@ -167,6 +175,7 @@ class ModelConfig:
         local_rope_theta: The base of the rotary embeddings, which are not scaled, of layers with a window; None if all
             layers have the same rotary embeddings.
         experts: The experts of layers with experts; None if no layer has experts.
+        kv_dtype: The type in which keys and values are stored. It is not in the model's files.
     """
 
     family: Family
@@ -194,6 +203,7 @@ class ModelConfig:
     score_divisor: float | None = None
     local_rope_theta: float | None = None
     experts: Experts | None = None
+    kv_dtype: KvDtype = KvDtype.BF16
 
     @property
     def turned_pairs(self) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.forward_pass import StepLimits, block_bytes
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import KvDtype, ModelConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE, Rows
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from helpers.daemon import Daemon, running
@@ -26,6 +26,8 @@ from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, 
 from helpers.decode.random_models import (
     BIASED,
     EXPERTS,
+    FP8_KEYS,
+    FP8_WIDTHS,
     GEMMA,
     GEMMA_IN_PARTS,
     HEAD_NORMS,
@@ -128,6 +130,7 @@ RANDOM_MODELS: Final = {
     "Gemma 3": GEMMA,
     "Gemma 3, sums in parts": GEMMA_IN_PARTS,
     "experts": EXPERTS,
+    "Qwen2's biases, keys in FP8": FP8_KEYS,
 }
 
 # The tiny model's longest line has attention in two splits. The others have attention over sequences in one part, or in
@@ -142,6 +145,9 @@ CASES: Final = {
         f"{name}, {script.lengths[0]} tokens": Case(partial(RandomCheckpoint, config, 1), script)
         for name, config in (WIDTHS | WINDOWED).items()
         for script in (Script((24, 3), 8, 2), Script((132, 3), 13, 2))
+    },
+    **{
+        name: Case(partial(RandomCheckpoint, config, 1), Script((132, 3), 13, 2)) for name, config in FP8_WIDTHS.items()
     },
 }
 
@@ -265,7 +271,12 @@ def batch_of(lines: Sequence[Line], count: int, seed: int) -> list[MixedStep]:
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("the tiny model", None), ("4 layers of SmolLM2's shape", MIDDLING), ("experts", EXPERTS)],
+    [
+        ("the tiny model", None),
+        ("4 layers of SmolLM2's shape", MIDDLING),
+        ("experts", EXPERTS),
+        ("4 layers of SmolLM2's shape, keys in FP8", replace(MIDDLING, kv_dtype=KvDtype.FP8)),
+    ],
 )
 def test_a_batch_s_bits_are_each_row_s_own(
     daemon: Daemon, table: BitsTable, name: str, config: ModelConfig | None

@@ -21,7 +21,7 @@ from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Line
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A, grid_of, linear_grid, tile_of, tiles_of
-from gpulease.client.decode.model_config import Experts, ModelConfig
+from gpulease.client.decode.model_config import Experts, KvDtype, ModelConfig
 from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
 from gpulease.client.handles import Buffer
 
@@ -259,13 +259,17 @@ class UnevenTiles:
 
 
 def block_bytes(config: ModelConfig) -> int:
-    """Return the size of one block of keys and values: [layers][k, v][key_heads][PAGE][head_width] bf16."""
+    """Return the size of one block of keys and values: [layers][k, v][key_heads][PAGE][head_width] bf16.
+
+    In FP8, each head has [PAGE][head_width] float8 e4m3, then [PAGE] exponents of scales, a byte each.
+    """
     return config.layers * layer_bytes(config)
 
 
 def layer_bytes(config: ModelConfig) -> int:
     """Return the bytes of one layer's keys and values in a block."""
-    return 2 * config.key_heads * PAGE * config.head_width * 2
+    position_bytes = config.head_width + 1 if config.kv_dtype is KvDtype.FP8 else 2 * config.head_width
+    return 2 * config.key_heads * PAGE * position_bytes
 
 
 def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
@@ -543,7 +547,9 @@ class ForwardPass:
         yield self._linear(layer.qkv, rows, "x")
         # Rotate q and k, and append k and v to the rows' blocks, so that the next kernel sees the keys of all rows of
         # this step.
-        rope = f"rope_append_{width}"
+        is_fp8 = config.kv_dtype is KvDtype.FP8
+        stored = f"fp8_{width}" if is_fp8 else f"{width}"
+        rope = f"rope_append_{stored}"
         programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
         cosines, sines = self.weights.rotary_tables(index)
         yield KernelLaunch(
@@ -562,13 +568,20 @@ class ForwardPass:
         suffix, window_values = f"{width}", dict[str, Value]()
         if window is not None:
             suffix, window_values = f"window_{width}", {"window": window}
+        combine = f"combine_{suffix}"
+        if is_fp8:
+            # These kernels always have a window; one of all positions gives the same bits as none.
+            read_values = window_values or {"window": limits.positions}
+            suffix = stored
+        else:
+            read_values = window_values
         # Use one program per row and key head if the sequences are short or the rows many; otherwise cut each sequence,
         # so that even few rows fill the card. All of these kernels give the same bits.
         is_whole = rows > _split_rows(rows, config)
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         if kind.is_cut and window is None:
             # One program per span and key head: long sequences have several spans.
-            for name in (f"attend_spans_{width}", f"attend_row_spans_{width}"):
+            for name in _span_kernels(config):
                 yield KernelLaunch(name, (key_heads, _most_spans(rows)), x=b["x"], **parts, spans=b["spans"], **read)
             yield KernelLaunch(
                 f"combine_spans_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, cuts=b["cuts"]
@@ -576,20 +589,18 @@ class ForwardPass:
             return
         if is_whole and kind.has_prompts:
             # Adjacent rows of one sequence share the blocks that they read.
-            yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **window_values)
+            yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **read_values)
             return
         if limits.splits == 1 or is_whole:
             # One program per row, key head and HEADS of its query heads.
             groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{suffix}"].constants["HEADS"])
-            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads * groups), x=b["x"], **read, **window_values)
+            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads * groups), x=b["x"], **read, **read_values)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
-        yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **window_values)
-        yield KernelLaunch(
-            f"combine_{suffix}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **window_values
-        )
+        yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **read_values)
+        yield KernelLaunch(combine, (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **window_values)
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into gated values. They are fused if the sums are not cut."""
@@ -701,17 +712,25 @@ def _most_spans(rows: int) -> int:
     return rows + MAX_SPANS
 
 
+def _span_kernels(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the kernels that compute spans: of tiles of several rows, and of those of one row."""
+    if config.kv_dtype is KvDtype.FP8:
+        # One kernel computes both.
+        return (f"attend_spans_fp8_{config.head_width}",)
+    return f"attend_spans_{config.head_width}", f"attend_row_spans_{config.head_width}"
+
+
 def _tile_rows(config: ModelConfig) -> int:
     """Return the maximum number of rows of a prompt's tile: each lane computes one query head of one row."""
-    lanes = manifest().kernels[f"attend_spans_{config.head_width}"].constants["LANES"]
+    lanes = manifest().kernels[_span_kernels(config)[0]].constants["LANES"]
     return lanes // (config.heads // config.key_heads)
 
 
 def _varying_launches(config: ModelConfig, limits: StepLimits, rows: int, kind: StepKind, full: int) -> int:
     """Return a step's number of launches for attention, spans and tokens, if `full` layers see all positions."""
-    # Attention takes one launch or, if it is cut, two; with spans three, in layers without a window.
+    # Attention takes one launch or, if it is cut, two; with spans three (two in FP8), in layers without a window.
     attention = 1 if limits.splits == 1 or rows > _split_rows(rows, config) else 2
-    more = 1 + (3 - attention) * full if kind.is_cut else 0
+    more = 1 + (len(_span_kernels(config)) + 1 - attention) * full if kind.is_cut else 0
     return config.layers * attention + more + (4 if kind.is_guided else 2)
 
 

@@ -7,7 +7,7 @@ kernel, and `manifest.json`, which describes how to launch each. The package con
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,6 +68,9 @@ PROMPT_TILES: Final = {
 """Tiles of a prompt's rows, by the width of heads: lanes (the tile's rows times the query heads per key head); warps;
 stages; registers. The positions read at once, which determine the rounding, are those of ATTEND_TILES.
 """
+
+FP8: Final = {"FP8": 1}
+"""The constant of kernels for keys and values in float8 e4m3, where they share their source with those for bf16."""
 
 ROPE_HEADS: Final = 8
 """Heads that one program rotates. With more, a step of one row would have too few programs to fill the GPU."""
@@ -319,6 +322,18 @@ def _attention_jobs(width: int) -> dict[str, Job]:
         f"attend_row_spans_{width}": _attend(s.attend_row_spans, width, _types(read_spans)),
         f"combine_spans_{width}": _combine(width, _types(f"x:b {partials} rows:w H cuts:w")),
     }
+    # Keys and values in FP8. These kernels always have a window, which is not smaller than a sequence if there is none:
+    # the comparison takes little time. The parts are combined like those of bf16.
+    append = compiled[f"rope_append_{width}"]
+    compiled |= {
+        f"rope_append_fp8_{width}": replace(append, constants=append.constants | FP8),
+        f"attend_fp8_{width}": _attend(s.attend_fp8, width, _types(f"{partials} {read} splits scale:fp32 window")),
+        f"attend_whole_fp8_{width}": _attend(s.attend_whole_fp8, width, _types(f"x:b {read} scale:fp32 window")),
+        f"attend_prompt_fp8_{width}": _attend_prompt(
+            s.attend_prompt, width, _types(f"x:b {read_rows} scale:fp32 window"), is_fp8=True
+        ),
+        f"attend_spans_fp8_{width}": _attend_prompt(s.attend_spans, width, _types(read_spans), is_fp8=True),
+    }
     # Compile each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
         compiled |= {
@@ -356,10 +371,11 @@ def _combine(width: int, types: dict[str, str]) -> Job:
     return Job(triton_source.combine, types, constants, warps=1)
 
 
-def _attend_prompt(function: Any, width: int, types: dict[str, str]) -> Job:
+def _attend_prompt(function: Any, width: int, types: dict[str, str], *, is_fp8: bool = False) -> Job:
     positions, whole_warps, _, _ = ATTEND_TILES[width]
     lanes, warps, stages, registers = PROMPT_TILES[width]
     constants = {"DH": width, "SPLIT": SPLIT, "BT": positions, "LANES": lanes, "WARPS": whole_warps}
+    constants |= FP8 if is_fp8 else {}
     divisible = ("layer_bytes", "block_bytes")
     return Job(function, types, constants, warps, stages, divisible, registers=registers)
 

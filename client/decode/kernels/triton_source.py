@@ -449,14 +449,60 @@ def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
 
 
 @triton.jit
+def e4m3_scale(low, high, valid):
+    """Return the scale of each head's values [heads, HALF], in two halves, as the exponent of an f32.
+
+    It is the smallest power of two with which the values fit into e4m3, whose largest is 448 = 1.75 * 2^8. A head with
+    an infinite value or a NaN gets 255, which stands for infinity.
+    """
+    # As integers, the bits of magnitudes have the order of the magnitudes, and the maximum is exact in any order.
+    both = tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    most = tl.minimum(tl.max(tl.where(valid, both, 0), 1), 0x7F800000)[:, None]
+    # Digits above 1.75 carry into the exponent. A scale of 2^-126 is the smallest normal one.
+    exponent = tl.maximum(((most + 0x1FFFFF) >> 23) - 8, 1)
+    return tl.where(most == 0x7F800000, 255, exponent)
+
+
+@triton.jit
+def e4m3_of(value, exponent):
+    """Round value / 2^(exponent - 127) to the nearest float8 e4m3, ties to even; return its byte. NaN becomes 448."""
+    value = value * ((254 - tl.minimum(exponent, 253)) << 23).to(tl.float32, bitcast=True)
+    size = tl.minimum(tl.abs(value), 448.0)
+    # Adding and subtracting a number whose last digit is the format's last digit rounds there. Below 2^-6, the last
+    # digit is that of subnormals.
+    least = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    rounder = (least + (20 << 23)).to(tl.float32, bitcast=True)
+    nearest = (size + rounder) - rounder
+    # The inverse of `e4m3`: times 2^-120, an exact product, the value has the byte's bits.
+    byte = (nearest * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    return byte | ((value.to(tl.int32, bitcast=True) >> 24) & 128)
+
+
+@triton.jit
+def store_e4m3(place, i, head, first, second, slot, valid, written, HALF: tl.constexpr):
+    """Store the halves of heads [heads, HALF] at position `slot` of their pages as float8 e4m3, with a scale each.
+
+    `place` is each head's page: PAGE rows of HALF words, of which word i has value i in its low byte and value HALF + i
+    in its high byte; then the PAGE scales. Kernels unpack a word to two values of the same place in two tiles.
+    """
+    exponent = e4m3_scale(first, second, valid)
+    word = e4m3_of(first, exponent) | (e4m3_of(second, exponent) << 8)
+    to = (place + slot * (2 * HALF)).to(tl.pointer_type(tl.int16))
+    tl.store(to + i, word.to(tl.int16), mask=written)
+    scales = (place + PAGE * 2 * HALF + slot).to(tl.pointer_type(tl.uint8))
+    is_head = (head >= 0) & (tl.max(written.to(tl.int32), 1)[:, None] > 0)
+    tl.store(scales, exponent.to(tl.uint8), mask=is_head)
+
+
+@triton.jit
 def rope_append(
     q, parts, bias, q_norm, k_norm, cosines, sines, rows, splits, stride, layer_bytes, block_bytes, H, G,
-    has_bias, has_norm, eps, HALF: tl.constexpr, HEADS: tl.constexpr,
+    has_bias, has_norm, eps, HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Add qkv's parts and bias, turn q and k by their position, write k and v into the row's block of its region.
 
     A program has some heads of one row. A block outside of the row's region, of BLOCKS blocks from BASE, is not
-    written.
+    written. With FP8 (not None), k and v are written as `store_e4m3` writes them.
     """
     row = tl.program_id(0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -495,6 +541,14 @@ def rope_append(
     second = tl.where(turned, high * c + low * s, high)
     # Step 3: store. q goes to a buffer of the step; k and v, numbered after q, go to the row's block of its region.
     query = q.to(tl.int64) + (row * H + head) * (4 * HALF)
+    if FP8:
+        to = query.to(tl.pointer_type(tl.bfloat16))
+        tl.store(to + i, first.to(tl.bfloat16), mask=valid & (head < H))
+        tl.store(to + HALF + i, second.to(tl.bfloat16), mask=valid & (head < H))
+        page = base + block.to(tl.int64) * block_bytes + layer_bytes + (head - H) * (PAGE * (2 * HALF + 1))
+        written = valid & (head >= H) & inside
+        store_e4m3(page, i, head, first, second, position % PAGE, valid, written, HALF)
+        return
     cached = base + block.to(tl.int64) * block_bytes + layer_bytes + ((head - H) * PAGE + position % PAGE) * (4 * HALF)
     to = tl.where(head < H, query, cached).to(tl.pointer_type(tl.bfloat16))
     written = valid & ((head < H) | inside)
@@ -978,9 +1032,243 @@ def attend_rows(
 
 
 @triton.jit
+def unpacked(words):
+    """Return the float8 e4m3 in the low and in the high bytes of 16-bit words, as two tiles of bf16, exactly.
+
+    A byte's bits, at the place of a bf16's, are the value times 2^-120, as in `e4m3`. Four instructions and one exact
+    product turn a register of two words into two values. The bytes of NaN, which `e4m3_of` never returns, give 480.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, c, z;
+        mov.b32 c, 0x7b807b80;
+        mov.b32 z, 0x80008000;
+        shl.b32 s, $2, 8;
+        and.b32 s, s, 0x80008000;
+        shl.b32 t, $2, 4;
+        and.b32 t, t, 0x07f007f0;
+        or.b32 s, s, t;
+        fma.rn.bf16x2 $0, s, c, z;
+        and.b32 s, $2, 0x80008000;
+        shr.b32 t, $2, 4;
+        and.b32 t, t, 0x07f007f0;
+        or.b32 s, s, t;
+        fma.rn.bf16x2 $1, s, c, z;
+        }
+        """,
+        "=r,=r,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def query_halves(q, at, mask, DH: tl.constexpr):
+    """Load both halves of query heads [heads, DH / 2]. `at` and `mask` have one element for each head."""
+    i = tl.arange(0, triton.next_power_of_2(DH // 2))
+    inside = within(mask[:, None], i[None, :], DH // 2)
+    low = tl.load(q + at[:, None] * DH + i[None, :], mask=inside, other=0.0)
+    high = tl.load(q + at[:, None] * DH + DH // 2 + i[None, :], mask=inside, other=0.0)
+    return low, high
+
+
+@triton.jit
+def store_halves(to, at, low, high, mask, DH: tl.constexpr):
+    """Store both halves of heads' results, like `query_halves` loads them."""
+    i = tl.arange(0, triton.next_power_of_2(DH // 2))
+    inside = within(mask[:, None], i[None, :], DH // 2)
+    place = to + at[:, None] * DH + i[None, :]
+    tl.store(place, low.to(to.dtype.element_ty), mask=inside)
+    tl.store(place + DH // 2, high.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scales_of(page, p, DH: tl.constexpr):
+    """Load the scales of positions p from their heads' pages (`store_e4m3`), as f32."""
+    # The scales of a page are adjacent, at an address that is a multiple of 16. With a mask they would not be loaded
+    # together, nor before their iteration.
+    at = tl.max_contiguous(tl.multiple_of((page + PAGE * DH + p % PAGE).to(tl.pointer_type(tl.uint8)), 16), 16)
+    return (tl.load(at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def words_of(page, p, DH: tl.constexpr):
+    """Return where the words of positions p are in their heads' pages (`store_e4m3`)."""
+    return tl.multiple_of((page + (p % PAGE) * DH).to(tl.pointer_type(tl.int16)), 16)
+
+
+@triton.jit
+def attend_fp8_tile(
+    low, high, top, weights, q_low, q_high, table, base, blocks, shared, readable, j, known_from, known_to, first,
+    length, layer_bytes, block_bytes, g, G, scale, DH: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` for keys and values in float8 e4m3: adds BT positions from j on to the lanes' results.
+
+    A lane sees the positions from `first` up to `length`, both [LANES] or [1], of those from `known_from` up to
+    `known_to`. A head's totals are in two tiles, its lower and its upper half. A key's scale multiplies its score, and
+    a value's scale its weight: so a value that a row does not see adds 0, even if it is infinite. WARPS is None if the
+    lanes are those of `attend_fp8`, and else its number of warps: it decides the order of its sums.
+    """
+    i = tl.arange(0, triton.next_power_of_2(DH // 2))
+    p = j + tl.arange(0, BT)
+    # The guard between tenants, as in `attend_tile`.
+    block = tl.load(table + p // PAGE, mask=p // PAGE * PAGE < known_to, other=-1)
+    is_inside = (block >= 0) & (block < readable)
+    known = is_inside & (p >= known_from) & (p < known_to)
+    # All positions of a page have the same address, so that its scales are loaded together. For a block that is outside
+    # of both regions, it is that of the region's first block; those scales are not used.
+    page = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes
+    page = tl.where(is_inside, page, base) + layer_bytes + g * PAGE * (DH + 1)
+    behind = page + G * PAGE * (DH + 1)
+    k = tl.load(words_of(page, p, DH)[None, :] + i[:, None], mask=within(known[None, :], i[:, None], DH // 2), other=0)
+    v = tl.load(
+        words_of(behind, p, DH)[:, None] + i[None, :], mask=within(known[:, None], i[None, :], DH // 2), other=0
+    )
+    k_scale = scales_of(page, p, DH)
+    v_scale = scales_of(behind, p, DH)
+    k_low, k_high = unpacked(k)
+    v_low, v_high = unpacked(v)
+    seen = known[None, :] & (p[None, :] >= first[:, None]) & (p[None, :] < length[:, None])
+    score = tl.dot(q_high, k_high, tl.dot(q_low, k_low)) * scale * k_scale[None, :]
+    score = tl.where(seen, score, -1e30)
+    higher = tl.maximum(top, tl.max(score, 1))
+    e = tl.where(seen, exp2(score - higher[:, None]), 0.0)
+    shrink = exp2(top - higher)
+    # Weights are rounded to bf16 for the product, with the values' scales; their sum stays f32.
+    scaled = tl.where(seen, e * v_scale[None, :], 0.0).to(tl.bfloat16)
+    low = tl.dot(scaled, v_low, low * shrink[:, None])
+    high = tl.dot(scaled, v_high, high * shrink[:, None])
+    if WARPS is None:
+        weights = weights * shrink + tl.sum(e, 1)
+    else:
+        weights = weights * shrink + summed_as_rows(e, LANES, BT, WARPS)
+    return low, high, higher, weights
+
+
+@triton.jit
+def attend_fp8(
+    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale, window,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """`attend` for keys and values in float8 e4m3. Without a window, `window` is at least every sequence's length."""
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    heads = tl.arange(0, HEADS)
+    valid = heads < H // G
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    q_low, q_high = query_halves(q, row * H + g * (H // G) + heads, valid, DH)
+    first = tl.maximum(length - window, 0)
+    firsts = tl.full((1,), first, tl.int32)
+    lengths = tl.full((1,), length, tl.int32)
+    for split in range(tl.program_id(2) + first // SPLIT, tl.cdiv(length, SPLIT), tl.num_programs(2)):
+        low = tl.zeros((HEADS, triton.next_power_of_2(DH // 2)), tl.float32)
+        high = tl.zeros((HEADS, triton.next_power_of_2(DH // 2)), tl.float32)
+        top = tl.full((HEADS,), -1e30, tl.float32)
+        weights = tl.zeros((HEADS,), tl.float32)
+        for j in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length), BT):
+            low, high, top, weights = attend_fp8_tile(
+                low, high, top, weights, q_low, q_high, table, base, blocks, shared, readable, j, first, length, firsts,
+                lengths, layer_bytes, block_bytes, g, G, scale, DH, BT, HEADS, None,
+            )  # fmt: skip
+        at = (row * H + g * (H // G) + heads) * splits + split
+        store_halves(totals, at, low, high, valid, DH)
+        tl.store(tops + at, top, mask=valid)
+        tl.store(sums + at, weights, mask=valid)
+
+
+@triton.jit
+def attend_fp8_rows(
+    x, totals, tops, sums, q, tables, number, base, blocks, shared, readable, row, its, mine, position,
+    first_split, end_split, place, splits, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window,
+    DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """`attend_rows` for keys and values in float8 e4m3. A row's bits are the same in any tile, so one turn is enough.
+
+    `position` is [LANES], -1 for lanes that are not in use; or [1], the position of all lanes. `window` is None if
+    `totals` is not.
+    """
+    share = H // G
+    lanes = tl.arange(0, LANES)
+    head = its * H + g * share + lanes % share
+    q_low, q_high = query_halves(q, head, mine, DH)
+    table = tables + number * table_blocks
+    length = position + 1
+    most = tl.max(length, 0)
+    all_low = tl.zeros((LANES, triton.next_power_of_2(DH // 2)), tl.float32)
+    all_high = tl.zeros((LANES, triton.next_power_of_2(DH // 2)), tl.float32)
+    all_top = tl.full((LANES,), -1e30, tl.float32)
+    all_weights = tl.zeros((LANES,), tl.float32)
+    low, high, top, weights = all_low, all_high, all_top, all_weights
+    first = length * 0
+    least = 0
+    end = most
+    if totals is None:
+        first = tl.maximum(length - window, 0)
+        least = tl.min(tl.where(length > 0, first, most), 0)
+        begin = least // SPLIT * SPLIT
+    else:
+        begin = first_split * SPLIT
+        end = tl.minimum(most, end_split * SPLIT)
+    for j in range(begin, end, BT):
+        low, high, top, weights = attend_fp8_tile(
+            low, high, top, weights, q_low, q_high, table, base, blocks, shared, readable, j, least, most, first,
+            length, layer_bytes, block_bytes, g, G, scale, DH, BT, LANES, WARPS,
+        )  # fmt: skip
+        # Two levels of sums, as in `attend_rows`.
+        if ((j + BT) % SPLIT == 0) | (j + BT >= end):
+            if totals is not None:
+                part = ((place + (its - row) * splits) * H + (g * share + lanes % share) * splits) + j // SPLIT
+                kept = mine & (place >= 0)
+                store_halves(totals, part, low, high, kept, DH)
+                tl.store(tops + part, top, mask=kept)
+                tl.store(sums + part, weights, mask=kept)
+            over = tl.maximum(all_top, top)
+            shrink = exp2(all_top - over)
+            its_share = exp2(top - over)
+            all_low = all_low * shrink[:, None] + low * its_share[:, None]
+            all_high = all_high * shrink[:, None] + high * its_share[:, None]
+            all_weights = all_weights * shrink + weights * its_share
+            all_top = over
+            low = tl.zeros((LANES, triton.next_power_of_2(DH // 2)), tl.float32)
+            high = tl.zeros((LANES, triton.next_power_of_2(DH // 2)), tl.float32)
+            top = tl.full((LANES,), -1e30, tl.float32)
+            weights = tl.zeros((LANES,), tl.float32)
+    written = mine
+    if totals is not None:
+        written = mine & (place < 0)
+    divisor = tl.where(all_weights > 0.0, all_weights, 1.0)[:, None]
+    store_halves(x, head, tl.div_rn(all_low, divisor), tl.div_rn(all_high, divisor), written, DH)
+
+
+@triton.jit
+def attend_whole_fp8(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """`attend_whole` for keys and values in float8 e4m3. Without a window, `window` is at least every length."""
+    row = tl.program_id(0)
+    record = rows + row * WORDS
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    lanes = tl.arange(0, HEADS)
+    attend_fp8_rows(
+        x, None, None, None, q, tables, tl.load(record + TABLE), base, blocks, shared, readable, row,
+        row + lanes * 0, lanes < H // G, tl.full((1,), tl.load(record + POSITION), tl.int32), 0, 0, -1, 0, layer_bytes,
+        block_bytes, table_blocks, H, G, tl.program_id(1), scale, window, DH, SPLIT, BT, HEADS, None,
+    )  # fmt: skip
+
+
+@triton.jit
 def attend_prompt(
     x, q, rows, tables, layer_bytes, block_bytes, table_blocks, R, H, G, scale, window,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Compute what `attend_whole` does, to the bit, for tiles of adjacent rows of one sequence: x [R, H, DH] bf16.
 
@@ -1015,6 +1303,12 @@ def attend_prompt(
     # The tile ends before the first row of another sequence.
     mine = its < tl.min(tl.where(inside & other, its, after), 0)
     position = tl.load(near + POSITION, mask=mine, other=-1)
+    if FP8:
+        attend_fp8_rows(
+            x, None, None, None, q, tables, number, base, blocks, shared, readable, row, its, mine, position, 0, 0,
+            -1, 0, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window, DH, SPLIT, BT, LANES, WARPS,
+        )  # fmt: skip
+        return
     attend_rows(
         x, None, None, None, q, tables, number, base, blocks, shared, readable, row, count, its, mine, position, 0, 0,
         -1, 0, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window, DH, SPLIT, BT, LANES, WARPS,
@@ -1106,17 +1400,21 @@ def cut_spans(
 def attend_spans(
     x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Compute what `attend_prompt` does, to the bit, with several programs for each long tile that `cut_spans` has cut.
 
     The results of uncut tiles are written to x; the parts of cut tiles are written where `combine` reads them. Tiles of
-    one row are left to `attend_row_spans`.
+    one row are left to `attend_row_spans`, except with FP8 (not None).
     """
     g = tl.program_id(0)
     span = spans + tl.program_id(1) * SPAN_WORDS
     row = tl.load(span + FIRST_ROW)
     tile_rows = tl.load(span + ROWS)
-    if (row < 0) | (tile_rows == 1):
+    if FP8:
+        if row < 0:
+            return
+    elif (row < 0) | (tile_rows == 1):
         return
     share = H // G
     its = row + tl.arange(0, LANES) // share
@@ -1125,6 +1423,14 @@ def attend_spans(
     record = rows + row * WORDS
     base, blocks, shared, readable = regions_of(record, block_bytes)
     position = tl.load(rows + its * WORDS + POSITION, mask=mine, other=-1)
+    if FP8:
+        attend_fp8_rows(
+            x, totals, tops, sums, q, tables, tl.load(record + TABLE), base, blocks, shared, readable, row, its, mine,
+            position, tl.load(span + FIRST_SPLIT), tl.load(span + END_SPLIT), tl.load(span + PLACE),
+            tl.load(span + SPLITS), layer_bytes, block_bytes, table_blocks, H, G, g, scale, None, DH, SPLIT, BT, LANES,
+            WARPS,
+        )  # fmt: skip
+        return
     attend_rows(
         x, totals, tops, sums, q, tables, tl.load(record + TABLE), base, blocks, shared, readable, row, LANES // share,
         its, mine, position, tl.load(span + FIRST_SPLIT), tl.load(span + END_SPLIT), tl.load(span + PLACE),

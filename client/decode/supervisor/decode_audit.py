@@ -28,6 +28,7 @@ from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.kernel_library import kernels_sha256
+from gpulease.client.decode.model_config import KvDtype
 from gpulease.client.decode.text.grammar import grammar_digest, grammar_library
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.protocol.foreign_text import encodable
@@ -94,21 +95,28 @@ class ComputedBy:
         model_sha256: Digest of its files (`Checkpoint.sha256`).
         kernels_sha256: Digest of the kernels.
         packed: Whether quantised weights stay packed.
+        kv_dtype: The type in which keys and values are stored.
     """
 
     model: str
     model_sha256: str
     kernels_sha256: str
     packed: bool
+    kv_dtype: KvDtype = KvDtype.BF16
 
     @classmethod
-    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True, name: str = "") -> Self:
+    async def of(
+        cls, checkpoint: Checkpoint, *, packed: bool = True, kv_dtype: KvDtype = KvDtype.BF16, name: str = ""
+    ) -> Self:
         """Read the model's files, in a thread. `name` is the model's name in requests. Raises ModelRejected."""
         name = _text(name or Path(checkpoint.name).name)
-        return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed)
+        return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed, kv_dtype)
 
     def note(self) -> dict[str, Any]:
-        model = {"name": self.model, "sha256": self.model_sha256, "packed": self.packed}
+        model: dict[str, Any] = {"name": self.model, "sha256": self.model_sha256, "packed": self.packed}
+        # Records of engines with bf16 have no such member.
+        if self.kv_dtype is not KvDtype.BF16:
+            model["kv_dtype"] = str(self.kv_dtype)
         return {"model": model, "kernels_sha256": self.kernels_sha256}
 
 
@@ -185,7 +193,10 @@ class DecodeRecord:
                 stop_token_ids=tuple(sampling_note.get("stop_token_ids", ())),
                 ignores_end=bool(sampling_note.get("ignores_end", False)),
             )
-            computed_by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
+            kv_dtype = KvDtype(model["kv_dtype"]) if "kv_dtype" in model else KvDtype.BF16
+            computed_by = ComputedBy(
+                model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]), kv_dtype
+            )
             grammar = sampling_note.get("grammar", {"sha256": "", "by": ""})
             digests = {name: str(sampling_note.get(name, "")) for name in digests_of(defaults)} | {
                 "grammar": str(grammar["sha256"])
@@ -251,12 +262,12 @@ class DecodeAudit(DecoderObserver):
         self._is_failing = False
 
     @classmethod
-    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
+    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True, kv_dtype: KvDtype = KvDtype.BF16) -> Self:
         """Return an observer for a model. Reads all of the model's files to compute their digest.
 
         Raises ModelRejected.
         """
-        return cls(await ComputedBy.of(checkpoint, packed=packed))
+        return cls(await ComputedBy.of(checkpoint, packed=packed, kv_dtype=kv_dtype))
 
     def on_finished(self, report: FinishedRequest) -> None:
         """Queue the record of a request. Even a lost record uses up a number, so the audit log shows a gap."""

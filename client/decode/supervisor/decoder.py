@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from gpulease.client.decode.checkpoint import Checkpoint, open_model
+from gpulease.client.decode.checkpoint.stored_kv import with_kv_dtype
 from gpulease.client.decode.decode_errors import GrammarRefused, RequestRejected
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver
@@ -34,7 +35,7 @@ from gpulease.client.decode.decode_requests import (
 )
 from gpulease.client.decode.engine.engine import DecodeEngine, lease_bytes
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import KvDtype, ModelConfig
 from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor, Outage, PrefixState
@@ -125,6 +126,13 @@ class DecoderSettings:
         ),
     ] = None
     packed: Annotated[bool, Setting("Whether quantized weights stay packed on the card.")] = True
+    kv_dtype: Annotated[
+        KvDtype,
+        Setting(
+            "The type in which attention's keys and values are stored: bf16, or fp8 (float8 e4m3), which needs about"
+            " half of the memory for each position, but is less exact: the tokens are others than with bf16."
+        ),
+    ] = KvDtype.BF16
     rebinds_at_once: Annotated[
         int,
         Setting(
@@ -654,6 +662,7 @@ def _engine_spec(
 
     Raises the errors of `lease_bytes`, and RequestRejected for prefixes that can't be shared.
     """
+    checkpoint = with_kv_dtype(checkpoint, settings.kv_dtype)
     positions = positions_of(checkpoint, settings)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     # Without tenants, make one that may have all sequences, with blocks for a few sequences of full length.

@@ -504,10 +504,11 @@ class ModelPool:
 
     async def _by(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> ComputedBy:
         # This reads all of the model's files, so do it only if the files or the settings have changed.
-        state = spec.path, spec.settings.packed, _state_of(spec.path, has_weights=True)
+        packed, kv_dtype = spec.settings.packed, spec.settings.kv_dtype
+        state = spec.path, packed, kv_dtype, _state_of(spec.path, has_weights=True)
         cached = self._computed_by.get(model)
         if cached is None or cached[0] != state:
-            by = await ComputedBy.of(checkpoint, packed=spec.settings.packed, name=model)
+            by = await ComputedBy.of(checkpoint, packed=packed, kv_dtype=kv_dtype, name=model)
             cached = self._computed_by[model] = state, by
         return cached[1]
 

@@ -40,7 +40,7 @@ from gpulease.client.decode.decode_requests import (
 )
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, KvDtype, ModelConfig
 from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
@@ -68,6 +68,7 @@ __all__ = [
     "ForwardRevoked",
     "Generation",
     "GrammarRefused",
+    "KvDtype",
     "ModelConfig",
     "ModelRejected",
     "NoModelLoaded",

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from gpulease.client.cli import audit_recompute as command
 from gpulease.client.cli.__main__ import main
-from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
+from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, KvDtype, SamplingParameters, open_model
 from gpulease.client.decode.model_config import LongScaling
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
 from gpulease.client.decode.text.grammar import json_rule
@@ -38,16 +38,16 @@ class Recorded:
         self.daemon.wait_until_it_answers()
         self.record = self.decoded(CHOSEN)
 
-    def decoded(self, sampling: SamplingParameters) -> Any:
+    def decoded(self, sampling: SamplingParameters, kv_dtype: KvDtype = KvDtype.BF16) -> Any:
         """Serve one request. Returns its record."""
-        asyncio.run(self._serve(sampling))
+        asyncio.run(self._serve(sampling, kv_dtype))
         found = [record for record in records(self.log) if record["kind"] == "note"]
         return [record for record in found if record["data"]["note"]["event"] == "decode"][-1]
 
-    async def _serve(self, sampling: SamplingParameters) -> None:
+    async def _serve(self, sampling: SamplingParameters, kv_dtype: KvDtype) -> None:
         checkpoint = open_model(TINY_MODEL)
-        audit = await DecodeAudit.of(checkpoint)
-        settings = DecoderSettings(16, 16, 1, 64)
+        audit = await DecodeAudit.of(checkpoint, kv_dtype=kv_dtype)
+        settings = DecoderSettings(16, 16, 1, 64, kv_dtype=kv_dtype)
         opened = Decoder.open(checkpoint, settings=settings, address=self.daemon.address, observers=[audit])
         async with opened as decoder, audit.writing(lambda: decoder.engine.lease):
             prompt = checkpoint.tokenizer().encode(PROMPT)
@@ -116,6 +116,12 @@ def test_penalties_and_biases_are_computed_equally(recorded: Recorded, tmp_path:
         str(file),
     )
     assert done.exit_code == command.EXIT_OUTPUT_DIFFERS
+
+
+def test_keys_and_values_in_fp8_are_computed_equally(recorded: Recorded, tmp_path: Path) -> None:
+    record = recorded.decoded(SamplingParameters(1.5, seed=5), KvDtype.FP8)
+    done = recompute(recorded, record, PROMPT, tmp_path)
+    assert (done.exit_code, "The output is the same" in done.stdout) == (0, True), done.output
 
 
 def test_a_request_s_body_gives_its_prompt_and_its_grammar(recorded: Recorded, tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ def test_a_seed_chooses_where_there_is_a_choice(daemon: Daemon) -> None:
     assert one == again != other
 
 
+def test_keys_and_values_in_fp8_give_other_probabilities(daemon: Daemon) -> None:
+    one, again, other = (report(daemon.address, PROMPT, "--kv-dtype", kind) for kind in ("fp8", "fp8", "bf16"))
+    assert one["log_probabilities"] == again["log_probabilities"] != other["log_probabilities"]
+
+
 def test_a_chat_by_the_model_s_template_up_to_the_context(daemon: Daemon) -> None:
     message = "with " * 225
     told = report(daemon.address, message, "--chat", "--max-tokens", "1000")
@@ -71,6 +76,7 @@ WRONG = {
         2,
         "temperature must be 0 (the likeliest token) or 0.001 to 100, not -1.0",
     ),
+    "a type of keys": (("--kv-dtype", "fp4"), 2, "'fp4' is not one of 'bf16', 'fp8'"),
     "no tokens": (("--max-tokens", "0"), 2, "--max-tokens"),
     "no model there": (("--model", "nowhere"), 1, "ModelRejected: nowhere: the file or folder does not exist"),
     "no model": (("--model", __file__), 1, "must be a folder with config.json and safetensors, or a .gguf file"),

@@ -17,6 +17,7 @@ from gpulease.client.aio import GpuLease
 from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_reports import FinishedRequest
 from gpulease.client.decode.decode_requests import SamplingParameters
+from gpulease.client.decode.model_config import KvDtype
 from gpulease.client.decode.supervisor import decode_audit
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAudit, DecodeRecord, TokenDigest, note_of
 from gpulease.client.errors import Disconnected, InvalidRequest, LeaseFreed, Unsupported
@@ -102,8 +103,22 @@ def test_a_record_is_canonical_fits_and_is_read_back_whole(sampling: SamplingPar
     assert said.prompt == TokenDigest.of(DONE.prompt)
 
 
+def test_a_record_has_the_type_of_keys_and_values_if_it_is_not_bf16() -> None:
+    note = note_of(DONE, replace(BY, kv_dtype=KvDtype.FP8), SERVER, 3)
+    assert note["model"]["kv_dtype"] == "fp8"
+    assert DecodeRecord.read(note).by.kv_dtype is KvDtype.FP8
+    assert "kv_dtype" not in note_of(DONE, BY, SERVER, 3)["model"]
+
+
 @pytest.mark.parametrize(
-    "change", [{"event": "other"}, {"prompt": {}}, {"sampling": {"temperature": "warm"}}, {"model": 1}]
+    "change",
+    [
+        {"event": "other"},
+        {"prompt": {}},
+        {"sampling": {"temperature": "warm"}},
+        {"model": 1},
+        {"model": BY.note()["model"] | {"kv_dtype": "fp4"}},
+    ],
 )
 def test_what_no_decoder_wrote_is_no_record(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="it "):

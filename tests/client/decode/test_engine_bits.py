@@ -16,7 +16,7 @@ from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.engine import UNSET, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepKind, StepLimits, parts_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, manifest
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import KvDtype, ModelConfig
 from gpulease.client.decode.row_records import Rows
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
@@ -24,6 +24,8 @@ from helpers.decode.mixed_schedules import schedules
 from helpers.decode.random_models import (
     BIASED,
     EXPERTS,
+    FP8_KEYS,
+    FP8_WINDOWS,
     GEMMA,
     GEMMA_IN_PARTS,
     HEAD_NORMS,
@@ -128,7 +130,7 @@ def test_sums_of_the_wide_model_are_in_parts() -> None:
     assert [parts_of(*shape) for shape in shapes] == [(2, 768), (2, 512), (2, 768)]
 
 
-@pytest.mark.parametrize("config", [BIASED, WIDE], ids=["biases of qkv", "sums in parts"])
+@pytest.mark.parametrize("config", [BIASED, WIDE, FP8_KEYS], ids=["biases of qkv", "sums in parts", "keys in FP8"])
 def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
     try_model(shared_daemon, config)
 
@@ -148,14 +150,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-@pytest.mark.parametrize("config", [BIASED, pytest.param(SHARED_KEYS, marks=pytest.mark.exhaustive)])
+def prefixed(name: str, config: ModelConfig) -> str:
+    """Return the name of attention's kernel for a model, from the first part of its name."""
+    return f"{name}_fp8_{config.head_width}" if config.kv_dtype is KvDtype.FP8 else f"{name}_{config.head_width}"
+
+
+@pytest.mark.parametrize(
+    "config", [BIASED, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (SHARED_KEYS, FP8_KEYS))]
+)
 def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str], config: ModelConfig
 ) -> None:
     """Logits are computed for the rows that need them: for up to two, up to four, or all."""
     monkeypatch.setattr(forward_pass, "HEAD_ROWS", (2, 4))
     try_model(shared_daemon, config, is_served=True)
-    assert f"attend_prompt_{config.head_width}" in launched
+    assert prefixed("attend_prompt", config) in launched
 
 
 def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,22 +174,28 @@ def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [BIASED, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (SHARED_KEYS, WINDOWS))]
+    "config",
+    [
+        BIASED,
+        *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (SHARED_KEYS, WINDOWS, FP8_KEYS, FP8_WINDOWS)),
+    ],
 )
 def test_rows_of_sequences_that_are_cut_into_spans_have_the_bits_that_they_have_alone(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str], config: ModelConfig
 ) -> None:
     cut_everything(monkeypatch)
     try_model(shared_daemon, config)
-    assert f"attend_spans_{config.head_width}" in launched
+    assert prefixed("attend_spans", config) in launched
 
 
+@pytest.mark.parametrize("kv_dtype", [KvDtype.BF16, pytest.param(KvDtype.FP8, marks=pytest.mark.exhaustive)])
 def test_spans_of_several_splits_have_the_bits_that_their_rows_have_alone(
-    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str], kv_dtype: KvDtype
 ) -> None:
     """A prompt in chunks of two rows, which are small steps, and of 16, next to a sequence that decodes."""
     cut_everything(monkeypatch)
-    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(16, TABLES, 160)) as rig:
+    checkpoint = RandomCheckpoint(replace(TINY, kv_dtype=kv_dtype), 1)
+    with running(shared_daemon.address, checkpoint, StepLimits(16, TABLES, 160)) as rig:
         lines = rig.run(lambda rig: rig.lines([LONG, SHAPES[0]]))
         seat, beside = Seat(0, 1, 4, tuple(range(11, -1, -1))), Seat(1, 0, 0, (3,))
         steps = chunked(seat, len(lines[0]), 15, is_awaited=True)
@@ -241,6 +256,7 @@ def test_packed_weights_have_the_bits_of_their_values_as_bf16(
     [
         pytest.param(SHARED_KEYS, id="64 wide, 3 a key"),
         pytest.param(WINDOWS, id="windows"),
+        pytest.param(FP8_WINDOWS, id="windows, keys in FP8"),
         pytest.param(EXPERTS, id="experts"),
         pytest.param(GEMMA, id="Gemma 3"),
         pytest.param(GEMMA_IN_PARTS, id="Gemma 3, sums in parts"),

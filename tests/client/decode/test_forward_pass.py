@@ -35,7 +35,7 @@ from gpulease.client.decode.engine.forward_pass import (
     layer_bytes,
     parts_of,
 )
-from gpulease.client.decode.model_config import Gate, ModelConfig
+from gpulease.client.decode.model_config import Gate, KvDtype, ModelConfig
 from gpulease.client.decode.row_records import PAGE, ROW, Results, Rows
 from helpers.decode.engine_rig import BLOCKS, GREEDY, EngineRig, RunningRig, Seat
 from helpers.decode.random_models import EXPERTS, GEMMA, GEMMA_IN_PARTS, TINY
@@ -300,6 +300,14 @@ def test_a_model_of_many_layers_needs_a_larger_lease_for_its_graphs() -> None:
     config = replace(TINY, layers=80, heads=64, key_heads=8)
     assert excess_launches(config, StepLimits(64, 64, 4096)) > 0
     assert excess_launches(replace(config, layers=32), StepLimits(64, 64, 4096)) == 0
+
+
+def test_a_position_in_fp8_has_a_byte_for_each_value_and_one_for_each_scale() -> None:
+    config = replace(TINY, kv_dtype=KvDtype.FP8)
+    assert layer_bytes(config) == 2 * config.key_heads * PAGE * (config.head_width + 1)
+    assert block_bytes(config) == config.layers * layer_bytes(config)
+    # The loads of 16 bytes are aligned.
+    assert layer_bytes(config) % 16 == 0
 
 
 def test_a_block_has_its_positions_keys_and_values_of_all_layers() -> None:

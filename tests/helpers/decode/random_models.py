@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from gpulease.client.decode.model_config import Experts, Family, Gate, LinearScaling, ModelConfig
+from gpulease.client.decode.model_config import Experts, Family, Gate, KvDtype, LinearScaling, ModelConfig
 
 TINY: Final = ModelConfig(
     family=Family.LLAMA,
@@ -31,6 +31,11 @@ WIDE: Final = replace(TINY, layers=1, width=1056, heads=2, key_heads=1, inner_wi
 SMALL: Final = replace(TINY, layers=1, width=64, heads=2, key_heads=1, inner_width=96, vocabulary=64, is_tied=False)
 BIASED: Final = replace(SMALL, family=Family.QWEN2, has_bias=True)
 HEAD_NORMS: Final = replace(SMALL, family=Family.QWEN3, head_width=128, has_head_norm=True)
+
+FP8_KEYS: Final = replace(BIASED, kv_dtype=KvDtype.FP8)
+"""Keys and values in FP8, with biases, which make some keys large."""
+
+FP8_WINDOWS: Final = replace(SMALL, layers=2, windows=(None, 5), kv_dtype=KvDtype.FP8)
 
 WINDOWS: Final = replace(SMALL, layers=2, windows=(None, 5))
 """One layer that sees all positions, and one that sees five."""
@@ -78,3 +83,11 @@ MIDDLING: Final = replace(
     TINY, layers=4, width=576, heads=9, key_heads=3, head_width=64, inner_width=1536, vocabulary=4096
 )
 """Four layers with the shape of those of SmolLM2-135M."""
+
+FP8_WIDTHS: Final = {
+    f"keys in FP8, heads {width} wide{', a window' if window else ''}": replace(
+        SMALL, layers=2, head_width=width, windows=(None, window) if window else (), kv_dtype=KvDtype.FP8
+    )
+    for width, window in ((32, 0), (64, 0), (64, 21), (80, 21), (96, 0), (128, 0), (128, 21), (256, 0))
+}
+"""Keys and values in FP8, for heads of every width."""
