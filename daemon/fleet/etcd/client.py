@@ -157,6 +157,14 @@ class _EtcdMember:
         else:
             self.channel = grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
         self.calls = messages.EtcdCalls(self.channel)
+        self.watches: set[Any] = set()
+
+    async def close(self) -> None:
+        """End its watches, and close the channel."""
+        # In gRPC 1.66 to 1.80, a stream that is being read does not end when its channel is closed.
+        for call in self.watches:
+            call.cancel()
+        await self.channel.close(None)
 
     @property
     def is_connected(self) -> bool:
@@ -284,7 +292,7 @@ class EtcdClient:
         members, self._members = self._members, []
         if self._closing is not None:
             await self._closing
-        await asyncio.gather(*(member.channel.close(None) for member in members))
+        await asyncio.gather(*(member.close() for member in members))
 
     def _open(self) -> list[_EtcdMember]:
         credentials, now = None, self._certificates
@@ -340,7 +348,7 @@ class EtcdClient:
         # Open new channels with the new certificates. The old channels close in the background; a request on one of
         # them fails and is tried again.
         old, self._members = self._members, self._open()
-        self._closing = asyncio.gather(*(member.channel.close(None) for member in old))
+        self._closing = asyncio.gather(*(member.close() for member in old))
         return True
 
     async def _failure_reason(self) -> str:
@@ -433,6 +441,7 @@ class EtcdClient:
     async def _watch_once(self, member: _EtcdMember, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield a watch's batches from one stream. Raises AioRpcError, Compacted and WatchRefused."""
         call = member.calls.watch(timeout=WATCH_LIFE_S, metadata=_LEADER_NEEDED)
+        member.watches.add(call)
         try:
             create = messages.WatchCreateRequest(
                 key=prefix, range_end=_prefix_end(prefix), start_revision=revision, progress_notify=True
@@ -457,6 +466,7 @@ class EtcdClient:
         except TimeoutError:
             self._prefer_another(member)
         finally:
+            member.watches.discard(call)
             call.cancel()
 
 
