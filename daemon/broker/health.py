@@ -1,15 +1,18 @@
 """Readiness: whether the daemon can grant leases, check by check. HEALTH and the metrics report it."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.fast_dataclass import dataclass
+
+if TYPE_CHECKING:
+    # Only a daemon in a fleet imports it.
+    from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.daemon.broker.audit_setup import boot_id, config_digest, open_recorder
 from gpulease.daemon.broker.connection_limiter import ConnectionLimiter
 from gpulease.daemon.broker.control_connection import LINGER_S, ControlConnection
-from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 from gpulease.daemon.broker.listeners import Listeners, NeverListens, cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tls_frontend import TlsFrontend
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.broker.web_actions import WebActionRunner
 from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
@@ -73,6 +71,11 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.time_units import NS_PER_S
+
+if TYPE_CHECKING:
+    # These are imported if the settings ask for them, because their imports take a twentieth of a daemon's start.
+    from gpulease.daemon.broker.fleet_frontend import FleetFrontend
+    from gpulease.daemon.broker.tls_frontend import TlsFrontend
 
 SHUTDOWN_TIMEOUT_S: Final = 10.0
 """Time within which leases should be proved free when the daemon stops. Their workers are killed in any case."""
@@ -198,7 +201,11 @@ class Service:
         self.runtime.health.listening_problem = self._listeners.problem
         self._tls: TlsFrontend | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
-            self._tls = TlsFrontend(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
+            from gpulease.daemon.broker import tls_frontend
+
+            self._tls = tls_frontend.TlsFrontend(
+                config.tls, config.tenant_of_certificate, self._new_remote_connection, journal
+            )
         self._loads: LoadHistory | None = None
         self._web: WebFrontend | None = None
         # The web process reads through a connection of its own, and requests actions through its channel.
@@ -209,7 +216,9 @@ class Service:
         self._fleet: FleetFrontend | None = None
         # The fleet's process claims names and quota bytes before the table admits their leases.
         if config.fleet is not None:
-            self._fleet = FleetFrontend(
+            from gpulease.daemon.broker import fleet_frontend
+
+            self._fleet = fleet_frontend.FleetFrontend(
                 config.fleet,
                 config.of_sandbox,
                 table,
