@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.bench.bare DRIVER CARD COUNT`, PTX on its input: times processes without a lease, as JSON.
 
 `gpulease bench` compares the start and the end of leases with these times. A process is forked, opens a context, and
-launches a kernel `spin` that never ends. Then it is killed and reaped; it ends once the driver has released its memory.
+launches a kernel `spin` that never ends. Then it is killed and reaped; it ends when the driver has released its memory.
 """
 
 import json
@@ -21,11 +21,11 @@ SLICE_BYTES: Final = 1 << 20
 ONE: Final[Dim3] = (1, 1, 1)
 
 SPINNING_S: Final = 0.05
-"""Time that the kernel runs before its process is killed."""
+"""Time for which the kernel runs before its process is killed."""
 
 
 def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, float]:
-    """Return p50 and p99 of opening and of reaping, in milliseconds. Raises RuntimeError if a process can't begin."""
+    """Return p50 and p99 of opening and of reaping, in milliseconds. Raises RuntimeError if a process can't start."""
     driver = driver_named(driver_name)
     driver.preload()
     rounds = [_round(driver, card, ptx) for _ in range(count)]
@@ -46,7 +46,7 @@ def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
         _spin(driver, card, ptx, write_end)
     os.close(write_end)
     try:
-        # The first byte: the context answers. The second: the kernel runs.
+        # The first byte means that the context answers, the second that the kernel runs.
         _await_byte(read_end)
         open_ms = (time.perf_counter() - started) * 1e3
         _await_byte(read_end)
@@ -66,7 +66,7 @@ def _await_byte(pipe: int) -> None:
 
 
 def _spin(driver: Driver, card: str, ptx: bytes, pipe: int) -> NoReturn:
-    """Open a context and run the kernel `spin` until SIGKILL; report each of the two steps by a byte in `pipe`."""
+    """Open a context and run the kernel `spin` until SIGKILL. After each of these two steps, write a byte to `pipe`."""
     try:
         context = driver.open_context(card, SLICE_BYTES)
         context.sync()

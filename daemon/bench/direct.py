@@ -34,7 +34,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
-    # The kernel's parameters as they are laid out in memory: an address, a count, and the float 1.0.
+    # The kernel's parameters, as laid out in memory: an address, a count, and the float 1.0.
     address = context.mem_alloc(THREADS * 4)
     params = address.to_bytes(8, "little") + THREADS.to_bytes(4, "little") + b"\0\0\x80\x3f"
 
@@ -74,7 +74,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
         from gpulease.daemon.drivers.cuda import pycuda_baseline
 
         figures["pycuda_call_us"] = pycuda_baseline.call_us(ptx, address, THREADS, launches)
-        # A context keeps freed memory and hands it out again; allocations from the card itself count here.
+        # A context reuses freed memory, so time allocations from the card itself.
         figures["alloc_free_p50_us"] = _timed_us(pycuda_baseline.alloc_and_free, samples)[samples // 2]
     context.close()
     return figures
@@ -88,10 +88,10 @@ def _open(selector: str) -> tuple[str, Context]:
 
 
 LAUNCHES: Final = 20
-"""Launches of one graph."""
+"""Number of launches in one graph."""
 
 CALLS: Final = 200
-"""Graphs launched without a wait: fewer than the driver's queue holds."""
+"""Number of graphs that are launched without a wait, fewer than the driver's queue holds."""
 
 
 def _graph_figures(
@@ -165,12 +165,12 @@ def _small_copies(context: Context, samples: int) -> dict[str, float]:
 
 def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]:
     """Return the GB/s of copies from and to pinned memory, and pageable memory."""
-    # The host's buffer is reused: the first touch of its pages is not part of a copy.
+    # Reuse the host's buffer, because the first touch of its pages is not part of a copy.
     address, name = context.mem_alloc(size), f"{size >> 20}m"
     pageable = memoryview(bytearray(size))
 
     def rate(copy: Callable[[], object]) -> float:
-        # Bytes by microseconds, by a thousand: GB/s of the median copy.
+        # Bytes per microsecond divided by a thousand are GB/s.
         return size / _timed_us(copy, COPIES)[COPIES // 2] / 1e3
 
     figures = {
@@ -184,7 +184,7 @@ def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]
 
 
 def _pipelined_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
-    """Return the microseconds of one call among many, issued back to back and then fenced."""
+    """Return the microseconds per call of many calls, issued back to back and then fenced."""
     started = time.perf_counter()
     for _ in range(count):
         action()
@@ -193,7 +193,7 @@ def _pipelined_us(action: Callable[[], object], fence: Callable[[], object], cou
 
 
 def _timed_us(action: Callable[[], object], count: int) -> list[float]:
-    """Return the microseconds of each call, sorted."""
+    """Return the microseconds that each call takes, sorted."""
     samples = []
     for _ in range(count):
         started = time.perf_counter()

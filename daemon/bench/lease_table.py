@@ -1,8 +1,8 @@
 """`python -m gpulease.daemon.bench.lease_table [--no-expiry] LEASES [KEPT...]`: times the broker's core, as JSON.
 
 The lease table, its runtime and its timers are the broker's own, on the broker's event loop. The journal, the audit log
-and the log are the broker's own as well, if they are named as KEPT; they are in a temporary folder. Only processes are
-simulated, so that there can be ten thousand leases: a worker starts, and ends, within one turn of the loop.
+and the log are also the broker's own, if KEPT names them; they are in a temporary folder. Only processes are simulated,
+so that there can be ten thousand leases: a worker starts and ends within one turn of the loop.
 """
 
 import asyncio
@@ -52,14 +52,14 @@ KEPT: Final = ("journal", "audit", "log")
 """Records that can be kept during the measurement."""
 
 NO_EXPIRY: Final = "--no-expiry"
-"""Leaves out the loads that wait for leases to expire."""
+"""Option that omits the loads that wait for leases to expire."""
 
 SIZE_BYTES: Final = 1 << 20
 CARDS: Final = 8
 TENANTS: Final = 100
 
 PER_TURN: Final = 64
-"""Requests in one turn of the loop, as if this many connections sent one each."""
+"""Number of requests in one turn of the loop, as if this many connections sent one each."""
 
 AT_A_TIME: Final = 512
 """Maximum number of requests that wait for an answer; with few leases, a quarter of the number of leases."""
@@ -76,13 +76,13 @@ FLOOR_SAMPLES: Final = 100
 """How many times FLOOR_TEXT is parsed before and after each load."""
 
 SETTLE_MS: Final = 2000
-"""Time until the first of these leases expires: by then, all are granted."""
+"""Time until the first of these leases expires. By then, all are granted."""
 
 RENEWALS_PER_S: Final = 1000
-"""Rate at which the other half is renewed at the same time."""
+"""Rate at which the other half of the leases is renewed meanwhile."""
 
 BURST: Final = 1000
-"""Leases that expire at one moment."""
+"""Number of leases that expire at one moment."""
 
 
 class SimulatedWorkers(Workers):
@@ -104,18 +104,18 @@ class SimulatedWorkers(Workers):
             await self._changed.wait()
 
     def spawn(self, spec: WorkerSpec) -> None:
-        # A real worker's answer comes in another turn of the loop, too.
+        # A real worker's answer also comes in a later turn of the loop.
         asyncio.get_running_loop().call_soon(self._post, WorkerReady(spec.lease_id))
 
     def kill(self, lease_id: int) -> None:
         asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, ENDED_BY_DAEMON, True))
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
-        """Note the deadline, which a real registry writes on the worker's page."""
+        """Note the deadline. A real registry would write it on the worker's page."""
         self._deadlines[lease_id] = deadline_ns
 
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
-        """Note the time, at which a real registry sets the revocation word."""
+        """Note the time. A real registry would set the revocation word."""
         deadline_ns = self._deadlines.pop(lease_id, 0)
         if status is Status.LEASE_EXPIRED:
             self.late_ms.append((time.monotonic_ns() - deadline_ns) / NS_PER_MS)
@@ -149,7 +149,7 @@ class LeaseLoad:
             self._open += 1
             requests += 1
             self._runtime.post(make(self._runtime.expect(self._answered)))
-            # Let the loop run, because the broker answers between the packets of its clients.
+            # Let the loop run, because the broker answers between its clients' packets.
             if requests % PER_TURN == 0:
                 await asyncio.sleep(0)
                 if until_ns and time.monotonic_ns() > until_ns:
@@ -189,7 +189,7 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
     Args:
         leases: Leases that are held during each load.
         kinds: The records that are kept.
-        has_expiry: Whether to measure how late leases expire, too, which takes EXPIRY_S and some seconds more.
+        has_expiry: Whether to measure also how late leases expire, which takes some seconds longer than EXPIRY_S.
 
     Raises:
         OSError: The journal or the audit log can't be created.
@@ -206,7 +206,7 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
         grants = (load.acquire(LONG_MS) for _ in range(leases))
         figures |= await _rate("grants", load, grants, None)
         figures |= await _rate("renewals", load, _repeat_forever(load), ROUNDS_S)
-        # One of four requests is a free, which is not counted.
+        # One in four requests is a free, which is not counted.
         figures |= await _rate("mixed", load, _churn(load), ROUNDS_S, counted=0.75)
         if has_expiry:
             figures |= _lateness("expiry", await _expire_evenly(load, workers, leases))
@@ -217,9 +217,9 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
 async def _rate(
     name: str, load: LeaseLoad, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
 ) -> dict[str, float]:
-    """Return the requests per second, their reciprocal, each request's CPU time in the broker's thread, and a floor."""
+    """Return requests per second, the reciprocal, CPU time per request in the broker's thread, and a floor."""
     floor_us = _floor_us()
-    # Measure the thread's CPU time, too: on a busy host, the wall clock alone would measure other processes.
+    # Also measure the thread's CPU time: on a busy host, the wall clock alone would measure other processes.
     cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
     until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
     requests = counted * await load.ask(events, until_ns)
@@ -234,7 +234,7 @@ async def _rate(
 
 
 def _floor_us() -> float:
-    """CPU time in which this thread parses FLOOR_TEXT now, in microseconds: a measure of the host's speed."""
+    """Return the CPU time of parsing FLOOR_TEXT in this thread, in microseconds: a measure of the host's speed."""
     samples = []
     for _ in range(FLOOR_SAMPLES):
         began_s = time.thread_time()
@@ -260,7 +260,7 @@ def _churn(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
 
 
 async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int) -> list[float]:
-    """Have half of the leases expire one after the other while the others are renewed; returns the delays."""
+    """Let half of the leases expire one by one while the others are renewed. Return the delays in milliseconds."""
     # Free half of the leases, then acquire as many again, with deadlines spread over EXPIRY_S.
     half = leases // 2
     expiring, load.live = load.live[half:], load.live[:half]
@@ -281,7 +281,7 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
 
 async def _expire_at_once(load: LeaseLoad, workers: SimulatedWorkers) -> list[float]:
     workers.late_ms.clear()
-    # All deadlines are at the same moment: each lease's duration is the time that is left until then.
+    # All deadlines are at the same moment, so each lease's duration is the time that remains until then.
     until_ns = time.monotonic_ns() + NS_PER_S
     await load.ask(load.acquire(max(1, (until_ns - time.monotonic_ns()) // NS_PER_MS)) for _ in range(BURST))
     await workers.refused(BURST)
@@ -295,7 +295,7 @@ async def _runtime(leases: int, kinds: frozenset[str]) -> AsyncIterator[tuple[Ru
         journal = Journal()
         if "journal" in kinds:
             journal = await asyncio.to_thread(open_journal, Path(folder) / "state", boot_id())
-        # Room for all loads: no request may be refused or queued for lack of memory.
+        # Make room for all loads, so that no request is refused or queued for lack of memory.
         most = leases + AT_A_TIME + BURST
         source = EmbeddedCards([most * SIZE_BYTES // CARDS + SIZE_BYTES] * CARDS)
         cards = [Card(card.uuid, card.index, card.name, card.capacity_bytes, 0) for card in source.discover({})]

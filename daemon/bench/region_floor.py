@@ -1,7 +1,6 @@
 """`python -m gpulease.daemon.bench.region_floor DRIVER CARD SIZE_BYTES SAMPLES`: times region calls, as JSON.
 
-`gpulease bench --regions` compares its own figures with these, which are of the calls alone, without a lease or a
-session.
+`gpulease bench --regions` compares its figures with these, which time the calls alone, without a lease or a session.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 Measures how soon a worker notices that its lease has ended, and prints one JSON object.
 
-A session in this process receives launches as fast as it takes them, like a worker's session. Another process sets the
-revocation word of the session's page at a random time, as the broker does. Two figures are measured: the time from then
-until a SYNC after the launches is refused, and how many launches began after the word was set. Each process has its own
-core, if there are two; otherwise the measurement would show the scheduler.
+A session in this process receives launches as fast as it accepts them, like a worker's session. Another process sets
+the revocation word of the session's page at a random time, as the broker does. Two figures are measured: the time from
+that moment until a SYNC after the launches is refused, and how many launches began after the word was set. Each process
+has its own core, if there are two; otherwise the measurement would show the scheduler.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ SLICE_BYTES: Final = 1 << 20
 BYTES: Final = 4096
 THREADS: Final = 32
 BURST: Final = 64
-"""Launches in one delivery."""
+"""Number of launches in one delivery."""
 
 FAR_NS: Final = 1 << 62
 """A deadline that never comes, so that only the revocation word ends the lease."""
@@ -54,7 +54,7 @@ FLY_S: Final = (0.001, 0.006)
 
 
 class NotRefused(Exception):
-    """A session executed a request although its lease was over."""
+    """A session executed a request although its lease had ended."""
 
 
 class Stamps(ctypes.Structure):
@@ -89,7 +89,7 @@ class StampedContext:
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
 
     def native(self) -> NativeLaunch | None:
-        # Native code records the time itself, because a call back into Python would take longer than the measured time.
+        # Native code records the time, because a call back into Python would take longer than the measured time.
         own = self.context.native()
         if own is None:
             return None
@@ -134,7 +134,7 @@ class Revoker:
         self._ours, self._theirs = os.pipe()
 
     def start(self) -> None:
-        """Fork the process; it ends with this one, or when all words are set."""
+        """Fork the process, which ends with this one, or when all words are set."""
         parent_pid = os.getpid()
         # Use the last core for the process that revokes, and the others for the session.
         cores = sorted(os.sched_getaffinity(0))
@@ -153,7 +153,7 @@ class Revoker:
         os.write(self._theirs, b"f")
 
     def revoked_ns(self, number: int) -> tuple[int, int]:
-        """Return when the process began to set a page's word, and when it had set it."""
+        """Return the times before and after the process set a page's word."""
         # The process has already set the word, or sets it within milliseconds.
         while not self._stamps[2 * number + 1]:
             time.sleep(0)
@@ -162,7 +162,7 @@ class Revoker:
     def _revoke(self, number: int) -> None:
         os.read(self._ours, 1)
         time.sleep(random.uniform(*FLY_S))
-        # Set it once without effect, because the first use of a page can take longer.
+        # Set the word once without effect, because the first use of a page can take longer.
         self.pages[number].refuse(Status.OK)
         self._stamps[2 * number] = time.monotonic_ns()
         self.pages[number].refuse(Status.REVOKED)

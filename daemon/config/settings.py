@@ -1,4 +1,4 @@
-"""The daemon's settings: from the command line, else from a file, else the defaults. Checks them together.
+"""The daemon's settings, from the command line, else a file, else the defaults; and their checks as a whole.
 
 `SettingsFile` declares every setting with its default, its bounds and its meaning; the classes of its tables declare
 theirs. `systemd/gpuleased.toml` and the table in `daemon/manual/settings.md` are generated from these declarations.
@@ -53,34 +53,34 @@ from gpulease.protocol.sizes import size_text
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
 MAX_SETTINGS_BYTES: Final = 1 << 20
-"""Maximum size of the settings file in bytes. Stops a wrong file from filling the daemon's memory at a reload."""
+"""Maximum size of the settings file in bytes, so that a wrong file can't fill the daemon's memory at a reload."""
 
 RECYCLE: Final = ("off", "same-tenant")
 
 MIN_AUDIT_FILE_BYTES: Final = 64 << 10
-"""Smallest size of a file. A smaller file would hold only a few records: the operator forgot the unit."""
+"""Smallest size of a file in bytes. A smaller one would hold only a few records, so the operator forgot the unit."""
 
 MAX_AUDIT_FILE_BYTES: Final = 1 << 30
-"""Largest size of a file. When the daemon starts, it reads the whole last file."""
+"""Largest size of a file in bytes. The daemon reads the whole last file when it starts."""
 
 MIN_VRAM_BYTES: Final = 1 << 20
-"""Least memory of a card. A smaller number lacks its unit: the daemon would start and then refuse every lease."""
+"""Smallest memory of a card. A smaller number lacks its unit: the daemon would start and then refuse every lease."""
 
 MAX_EMBEDDED_CARDS: Final = 64
 """Maximum number of emulated cards. No host has more real cards, so a larger number is a typing mistake."""
 
 MAX_WARM_CONTEXTS: Final = 64
-"""Maximum number of contexts for one card. More is a typing mistake: each is a process, and takes half a gigabyte of a
-real card."""
+"""Maximum number of contexts for one card. A larger number is a typing mistake, because each context is a process and
+takes half a gigabyte of a real card."""
 
 MAX_SHUFFLE_SEED: Final = (1 << 31) - 1
 """Largest seed. Generated code counts up from it in 32 bits, so a larger one would repeat a smaller seed's order."""
 
 MAX_RECYCLE_IDLE_S: Final = 3600
-"""Longest time for which a context is kept for its tenant. An operator who sets a longer time mistyped the unit."""
+"""Longest time for which a context is kept for its tenant. A longer time has the wrong unit."""
 
 MAX_UID: Final = 2**32 - 2
-"""The largest number of a user (credentials(7)); 2**32 - 1 means "none"."""
+"""The largest user ID (credentials(7)); 2**32 - 1 means "none"."""
 
 MAX_CARDS_NAMED: Final = 8
 """Maximum number of cards that one error message names."""
@@ -121,7 +121,7 @@ def _read_architecture(value: Any) -> Architecture:
 
 
 def _read_cards(value: Any) -> tuple[int, ...]:
-    """Return the sizes of cards in bytes. Raises BadSetting for one too small to lease, or for too many cards."""
+    """Return the sizes of cards in bytes. Raises BadSetting if a card is too small to lease or there are too many."""
     sizes = tuple(read_size(text) for text in read_texts(value))
     if len(sizes) > MAX_EMBEDDED_CARDS:
         raise BadSetting(f"{{}} must be at most {MAX_EMBEDDED_CARDS} cards, not {len(sizes)}")
@@ -145,12 +145,12 @@ def _read_demands(value: Any) -> frozenset[Demand]:
 
 
 def _read_measures(value: Any) -> frozenset[Measure]:
-    """Return measures of the sandbox that the operator may do without."""
+    """Return the sandbox measures that the host may lack."""
     return frozenset(read_choice(Measure, text, without=ALWAYS_ON) for text in read_texts(value))
 
 
 def _read_user(value: Any) -> str:
-    """Return a local user's name; `check_worker_user` finds out whether that user exists."""
+    """Return a local user's name. `check_worker_user` checks that the user exists."""
     if not isinstance(value, str) or not value:
         raise must_be("the name of a user", value)
     return value
@@ -161,10 +161,10 @@ def _read_host_names(value: Any) -> frozenset[str]:
 
 
 def _read_tenants_of_users(table: Any) -> Mapping[int, str]:
-    """Return tenants by the numbers of local users."""
+    """Return tenants by user ID."""
     if not isinstance(table, dict):
         raise must_be("a table", table)
-    # Keys of a TOML table are texts, so numbers are checked and converted here.
+    # Keys of a TOML table are strings, so user IDs are checked and converted here.
     for uid, tenant in table.items():
         if _UID.fullmatch(uid) is None or int(uid) > MAX_UID:
             raise ValueError(f"{uid!r} is not a user's number")
@@ -507,7 +507,7 @@ class Config:
     limits: Annotated[CoreLimits, Setting("Limits for all tenants.")] = field(default_factory=CoreLimits)
 
     def driver_of_workers(self, driver: str) -> str:
-        """Return the driver's name as workers get it; `gpulease.daemon.zygote.driver_registry` reads it."""
+        """Return the driver's name in the form that `gpulease.daemon.zygote.driver_registry` parses for workers."""
         if driver == "cuda" and not self.launch_chains:
             return f"{driver}:{ONE_BY_ONE}"
         # The zygote gets one word on its command line, so the driver's own settings are appended to its name.
@@ -557,7 +557,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
 
     Args:
         path: A TOML file.
-        overrides: Settings of the command line, by the names that the file uses; None and [] override nothing.
+        overrides: Settings of the command line, by their names in the file; None and [] override nothing.
     """
     # Step 1: read the file; the command line overrides it. --fleet sets only etcd's addresses, not the rest of [fleet].
     settings: dict[str, Any] = {} if path is None else _read_file(path)
@@ -669,13 +669,13 @@ def check_tenants(
     """
     if of_certificate and tls is None:
         raise ValueError("tenant_of_certificate needs a [tls] table: without it no tenant presents a certificate")
-    # There are three kinds of names: all tenants over TCP, a local user by number, and a name that the settings give to
-    # a user or a certificate.
+    # There are three kinds of names: all tenants over TCP, a local user by ID, and a name that the settings give to a
+    # user or a certificate.
     for name in rules.by_name:
         if name == OVER_TCP:
             continue
         if name.startswith(_LOCAL_PREFIX):
-            # [tenant_of_uid] renames the user, so no tenant has the number as its name any more.
+            # [tenant_of_uid] renames the user, so no tenant has the ID as its name any more.
             named = of_uid.get(int(name.removeprefix(_LOCAL_PREFIX)))
             if named is not None:
                 raise ValueError(
@@ -686,7 +686,7 @@ def check_tenants(
                 f"tenants: {name!r} matches no tenant; give a user or a certificate this name, in [tenant_of_uid] or "
                 "[tenant_of_certificate]"
             )
-    # If no certificate has an operator's name, that operator would be locked out without notice.
+    # An operator whose name is on no certificate would be locked out without notice.
     for name in sorted(tls.operators if tls is not None else ()):
         if not _has_certificate(name, of_certificate, tls):
             raise ValueError(
@@ -700,12 +700,12 @@ def _has_certificate(name: str, of_certificate: Mapping[str, str], tls: TlsSetti
 
 
 def _named_bounds(rules: TenantRules) -> Iterable[tuple[str, TenantLimits]]:
-    """Return the bounds of each table under `[tenants]`, that of the default first."""
+    """Return the name and bounds of each table under `[tenants]`, the default first."""
     return {DEFAULT: rules.default, **rules.by_name}.items()
 
 
 def check_bounds(rules: TenantRules, limits: CoreLimits) -> None:
-    """Check that `[limits]` leaves every tenant's bound within reach. Raises ValueError with a sentence about one."""
+    """Check that `[limits]` allows every tenant to reach its bounds. Raises ValueError for the first it can't."""
     for name, bounds in _named_bounds(rules):
         if bounds.max_ttl_s is not None and bounds.max_ttl_s > limits.max_ttl_s:
             raise ValueError(
@@ -724,7 +724,7 @@ def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
 
 
 def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
-    """Check that this host has each card that a tenant may use. Raises ValueError with a sentence about one."""
+    """Check that this host has each card that a tenant may use. Raises ValueError for the first missing card."""
     card_list = list(cards)
     for name, bounds in _named_bounds(rules):
         for selector in bounds.devices or ():
@@ -738,7 +738,7 @@ def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
 def check_worker_user(name: str) -> None:
     """Check that the user exists and is not root. Raises ValueError."""
     try:
-        # It is looked up on this host, so it is checked at the start and not when the file is read.
+        # The user is looked up on this host, so check it when the daemon starts, not when the file is read.
         user = pwd.getpwnam(name)
     except KeyError:
         raise ValueError(
@@ -750,7 +750,7 @@ def check_worker_user(name: str) -> None:
 
 
 def check_park_memory(limits: CoreLimits, most: MemoryLimit) -> None:
-    """Check that the bytes which sessions may park fit into memory. Raises ValueError."""
+    """Check that the bytes that sessions may park fit into memory. Raises ValueError."""
     if limits.park_memory_bytes > most.size_bytes:
         raise ValueError(
             f"limits.park_memory must be at most {size_text(most.size_bytes)}, {most.source}, not "

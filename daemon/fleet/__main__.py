@@ -36,8 +36,8 @@ from gpulease.daemon.sandbox.trial import prepare
 from gpulease.imports import end_imports
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
-"""Limit on the process's private memory. An honest process uses about 80 MiB, and 8 MiB of addresses for each of gRPC's
-threads; hosts with many cores have more threads. Stops answers that make it grow without end."""
+"""Limit on the process's private memory, so that etcd's answers can't make it grow without end. An honest process uses
+about 80 MiB, and 8 MiB of addresses for each of gRPC's threads; hosts with many cores have more threads."""
 
 DNS_PORT: Final = 53
 
@@ -69,7 +69,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
             close_all(fds)
         # Open the machine's clocks while /dev and /proc are still reachable.
         readings = MachineReadings()
-        # gRPC starts threads with its first channel, and threads that exist already would stay outside the sandbox. So
+        # gRPC starts threads with its first channel, and threads that already exist would stay outside the sandbox. So
         # enter the sandbox before the client is created.
         plan, _ = prepare(sandbox, needs_of(start.etcd), lambda _: ())
         plan.enter((channel_fd, *readings.fds), parent_pid)
@@ -107,7 +107,7 @@ def needs_of(endpoints: Sequence[str]) -> SandboxNeeds:
 
 
 async def _serve(start: FleetStart, files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:
-    """Serve the broker until its channel closes; then raises ChannelClosed."""
+    """Serve the broker. Raises ChannelClosed when the broker's channel closes."""
     # gRPC's threads start here, inside the sandbox.
     client = EtcdClient(EtcdSettings(start.etcd, timeout_s=start.timeout_s), files.read)
     try:

@@ -1,8 +1,8 @@
 """`python -m gpulease.daemon.fleet.fence`: runs `gpulease fleet fence`.
 
 Removing a node's record fences it: it can't send heartbeats or claim names any more. Its claimed leases end by its
-membership deadline (horizon) at the latest, so its names are free one horizon later. An operator who knows that the
-node is powered off need not wait.
+membership deadline, so its names are free one horizon after the removal. An operator who is sure that the node is
+powered off need not wait.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import node_removal
 
 POLL_S: Final = 1.0
-"""Longest single sleep, since a sleep that spans a suspension of the host takes longer."""
+"""Longest single sleep. Time for which the host is suspended does not count as sleep, so a long sleep would end
+late."""
 
 
 class NotFenced(Exception):
@@ -89,13 +90,13 @@ async def fence(
         if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} joined again during the fence: check it, and fence it again if necessary")
         report(f"Node {node_id} is fenced: it can't claim any more names, and its leases with names end.")
-    # List the claims after the removal: without its record the node can't add any.
-    # Step 3: which names does it have?
+    # List them after the removal, because without its record the node can't claim more.
+    # Step 3: list the node's names.
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
     claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, report)]
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by such a node")
-    # Step 4: wait until its leases have ended by themselves, whatever the node does.
+    # Step 4: wait until the node's leases have ended by themselves, whatever the node does.
     if waits and claims:
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
         report(f"Waiting {wait_s:.1f} s, until the node's leases with names have ended even if it can't be reached.")
@@ -105,7 +106,7 @@ async def fence(
             await asyncio.sleep(min(left_s, POLL_S))
     # Step 5: mark the fence, and free the names.
     if claims or not waits:
-        # Leave the mark for resources other than names: it proves to every node that earlier memberships are over.
+        # The mark stays, for resources other than names: it proves to every node that earlier memberships are over.
         await done(client, Transaction((CreateRevisionIs(key, 0),), (Put(fenced_key(node_id), b""),)))
     return await _free_names(client, node_id, claims)
 
@@ -130,7 +131,7 @@ def _horizon_s(items: tuple[KeyValue, ...]) -> float:
 
 
 def _is_of(item: KeyValue, node_id: str, last_incarnation: int, report: Callable[[str], None]) -> bool:
-    """Return whether a claim belongs to one of the node's memberships so far. Reports a claim that does not show it."""
+    """Return whether a claim belongs to one of the node's memberships so far. Reports an unreadable claim."""
     claim = ClaimRecord.read(item.value)
     if isinstance(claim, Unreadable):
         report(
@@ -176,7 +177,7 @@ def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> Non
             await client.close()
 
     try:
-        # Every expected failure is a sentence on standard error.
+        # Print every expected failure as a sentence on standard error.
         freed = asyncio.run(run())
     except (NotFenced, NotDone, BadEtcdSettings) as error:
         click.echo(f"gpulease fleet fence: {error}", err=True)

@@ -1,8 +1,8 @@
-"""The messages between the broker and the fleet process, by the channel of the process's start.
+"""The messages between the broker and the fleet process, on the channel that the process starts with.
 
     from      messages
     broker    FleetStart, once: the settings
-              LiveClaimsPart: the claims of the leases that there are, in parts
+              LiveClaimsPart: the claims of all live leases, in parts
               RecordChanged
               ClaimWanted, ClaimDropped, ClaimEnded; QuotaWanted, QuotaDropped, QuotaEnded
               HorizonSet, MarkKept: what a heartbeat waits for
@@ -13,7 +13,7 @@
               Noted, RecordsUnreadable, StoreMeasured
               Stopped; and what every helper process sends
 
-Most of them are events that the rules take, or effects that they return: `rules/fleet_events.py` declares those.
+Most messages are events or effects of the rules, which `rules/fleet_events.py` declares.
 """
 
 from collections.abc import Mapping
@@ -64,13 +64,13 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 from gpulease.protocol.fast_dataclass import dataclass
 
 CLAIMS_PER_MESSAGE: Final = 256
-"""Number of claims in one message: 256 names or tenants of 128 characters fit into a datagram twice."""
+"""Number of claims in one message. 256 names or tenants of 128 characters need less than half a datagram."""
 
 MAX_ENDPOINTS: Final = 256
 """Maximum number of endpoints of etcd in a message. A cluster has three or five members."""
 
 MAX_FILES: Final = 3
-"""Maximum number of files of certificates: a CA, a key and a certificate."""
+"""Maximum number of certificate files: a CA, a key and a certificate."""
 
 MAX_SECONDS: Final = 1e9
 
@@ -92,7 +92,7 @@ class FleetStart(Message):
         horizon_s: See FleetTerms.
         history_s: Age of etcd's history that is compacted; 0 for none.
         timeout_s: Longest time for one request to etcd.
-        incarnation: The node's membership as the broker's journal has it; 0: it is not a member.
+        incarnation: The node's membership according to the broker's journal; 0 if it is not a member.
         identity: The store that it joined.
         mark: Its last heartbeat.
     """
@@ -111,12 +111,12 @@ class FleetStart(Message):
 
 @dataclass(frozen=True, slots=True)
 class LiveClaimsPart(Message):
-    """A part of what LiveClaims holds.
+    """A part of LiveClaims.
 
     Attributes:
         epochs: Epochs by name.
         quotas: Tenants by lease.
-        is_last: Whether this part completes it.
+        is_last: Whether this is the last part.
     """
 
     OP: ClassVar[str] = "live"

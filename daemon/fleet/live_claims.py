@@ -26,7 +26,7 @@ class LiveParts:
         self._quotas: dict[str, str] = {}
 
     def take(self, part: LiveClaimsPart) -> LiveClaims | None:
-        """Take one part; returns all claims with the last one."""
+        """Take one part. Returns all claims after the last part, None before."""
         # Parts arrive in order on one channel, so the last one completes them.
         self._epochs.update(part.epochs)
         self._quotas.update(part.quotas)

@@ -14,7 +14,7 @@ HOST_CLOCKS: Final = frozenset({"KVM virtual PTP", "hyperv", "ptp_vmw"})
 """Names of PTP clocks with which hypervisors expose their host's clock (Linux: drivers/ptp, drivers/hv)."""
 
 MAX_STAT_BYTES: Final = 1 << 20
-"""Largest /proc/stat that is read: that of 4,096 processors has 300 KiB before its interrupts."""
+"""Maximum number of bytes that are read of /proc/stat. With 4,096 processors, 300 KiB precede its interrupts."""
 
 MAX_UEVENT_BYTES: Final = 1 << 16
 
@@ -22,7 +22,7 @@ _NETLINK_KOBJECT_UEVENT: Final = 15
 """The kernel's messages about devices (linux/netlink.h)."""
 
 _KERNEL_GROUP: Final = 1
-"""The multicast group that the kernel itself writes them to."""
+"""The multicast group to which the kernel itself writes these messages."""
 
 
 class MachineReadings:
@@ -52,7 +52,7 @@ class MachineReadings:
         return tuple(fd for fd in (self._clock_fd, self._stat_fd, uevents_fd) if fd is not None)
 
     def read(self) -> MachineReading:
-        # Read the messages first, so that a pause before this reading counts for it.
+        # Read the messages first, so that they count for a pause before this reading.
         self._generation_changes += self._new_generation_changes()
         # Read this machine's clock before and after the other clocks, which bounds the time between the readings.
         began_ns = boot_ns()
@@ -76,7 +76,7 @@ class MachineReadings:
     def _new_generation_changes(self) -> int:
         """Return how many new messages report a new generation id.
 
-        A socket that overflowed has lost some, and continues.
+        A socket that overflows loses messages but stays usable.
         """
         count = 0
         with contextlib.suppress(OSError):

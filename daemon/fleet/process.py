@@ -1,7 +1,8 @@
-"""The fleet process: it sends a member's effects to etcd and to the broker, and brings their answers back.
+"""The fleet process, which sends a member's effects to etcd and the broker, and returns their answers to the member.
 
 `Member` decides. A heartbeat waits until the broker has written the last membership deadline to the control pages, and
-the heartbeat's mark to the journal. So the fleet does not consider a hanging broker alive, and its names become free.
+the heartbeat's mark to the journal. So the fleet does not consider a node with a hanging broker alive, and the node's
+names become free.
 """
 
 import asyncio
@@ -89,7 +90,7 @@ READING_S: Final = 0.25
 """Time from one reading of the machine's clocks to the next, and so the longest delay until a pause is noticed."""
 
 LEAST_PAUSE_NS: Final = 50_000_000
-"""Shortest difference that counts as a pause: /proc/stat has whole hundredths of a second."""
+"""Shortest difference that counts as a pause, because /proc/stat counts in hundredths of a second."""
 
 
 class FleetProcess:
@@ -100,7 +101,7 @@ class FleetProcess:
         client: The client for etcd.
         channel: The broker's channel.
         on_files: Called with the names and descriptors of certificate files that the broker has opened again.
-        readings: Detect pauses of the machine.
+        readings: Clocks and counters that show pauses of the machine.
         clock_ns: CLOCK_BOOTTIME in nanoseconds.
     """
 
@@ -135,7 +136,7 @@ class FleetProcess:
         self._handlers = self._effect_handlers()
 
     async def run(self) -> None:
-        """Serve until the broker is gone, or until a fault in the rules has lost their state.
+        """Serve until the broker is gone, or until a fault in the rules makes their state unusable.
 
         The broker then answers all waiting requests and starts another process, which joins as the same member.
         """
@@ -173,7 +174,8 @@ class FleetProcess:
             for effect in self._member.handle(event, self._clock_ns()):
                 self._handlers[type(effect)](effect)
         except Exception:
-            # The fault has lost effects, and perhaps answers that someone waits for. So end; the broker starts over.
+            # The fault may have lost effects and answers that someone waits for. So end; the broker starts another
+            # process.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__} in the fleet")
             self._ended.set()
 
@@ -239,7 +241,7 @@ class FleetProcess:
         try:
             outcome = await self._client.do(effect.transaction)
         except Exception as error:
-            # Whatever failed, the rules wait for an outcome: Unknown is always true.
+            # Whatever failed, the rules wait for an outcome, and Unknown is always correct.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="asking etcd")
             outcome = Unknown(f"a fault of this node's: {error}"[:MAX_FAULT_CHARS])
         self._post(Answered(effect.number, outcome))
@@ -249,7 +251,7 @@ class FleetProcess:
         self._sleep()
 
     def _sleep(self) -> None:
-        # There is one timer: the last order replaces the earlier ones.
+        # There is only one timer, so the last effect replaces earlier ones.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -280,7 +282,7 @@ class FleetProcess:
         """Report a pause of the machine since the last check to the rules."""
         self._reading_timer = asyncio.get_running_loop().call_later(READING_S, self._read_machine)
         before, self._last_reading = self._last_reading, self._readings.read()
-        # None: the machine was restored or copied, so the length of the stop is unknown.
+        # None means that the machine was restored or copied, so the length of the pause is unknown.
         missed = missed_ns(before, self._last_reading)
         if missed is None or missed >= LEAST_PAUSE_NS:
             self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
@@ -370,7 +372,7 @@ class FleetProcess:
                 assert_never(message)
 
     def _post_pending_beat(self) -> None:
-        # Both must be done, in either order: the mark is durable, and the deadline is on the pages.
+        # Two things must be done, in either order: the mark is durable, and the deadline is on the pages.
         if self._pending_beat is not None and not self._unset_horizons:
             beat, self._pending_beat = self._pending_beat, None
             self._post(MarkKept(beat))

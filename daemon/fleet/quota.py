@@ -34,7 +34,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text
 
 DEFAULT: Final = "default"
-"""The name that stands for all tenants without their own quota, like the table `[tenants.default]` in the settings."""
+"""The name for all tenants without their own quota, like the table `[tenants.default]` in the settings."""
 
 ATTEMPTS: Final = 8
 """Maximum number of attempts to set a quota. An attempt fails if a lease begins or ends at the same time."""
@@ -45,7 +45,7 @@ class NotSet(Exception):
 
 
 async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
-    """Set a tenant's quota; existing leases stay. Raises NotSet and NotDone.
+    """Set a tenant's quota. Existing leases stay. Raises NotSet and NotDone.
 
     Returns:
         Bytes that its leases use now.
@@ -59,7 +59,7 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
                 key = shown_key(shard.key)
                 text = f"{key} in etcd can't be read as a part of a quota ({shard.unreadable})"
                 raise NotSet(f"{text}: once the leases of this part have ended, run `etcdctl del {key}`")
-        # Step 2: new budgets, written only if no shard has changed since.
+        # Step 2: write new budgets, but only if no shard has changed since.
         spread(shards, total_bytes)
         compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
         if (await done(client, Transaction(compares, tuple(shard.put() for shard in shards)))).succeeded:
@@ -153,7 +153,7 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.argument("size", required=False, callback=_size)
 @etcd_options
 def main(tenant: str, size: int | None, etcd: EtcdSettings) -> None:
-    """Set TENANT's quota of VRAM over all nodes of the fleet to SIZE, such as 256GiB; without SIZE show it.
+    """Set TENANT's quota of VRAM over all nodes of the fleet to SIZE, such as 256GiB; without SIZE, show the quota.
 
     The tenant `default` stands for all tenants without a quota of their own. A quota applies to the tenants that have
     `fleet_quota = true` in the nodes' settings.

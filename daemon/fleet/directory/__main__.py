@@ -92,7 +92,7 @@ def main(
     http_address: str | None,
     http_hosts: tuple[str, ...],
 ) -> None:
-    """Name nodes with room to the tenants of a fleet. Run two to five directories for a fleet."""
+    """Tell the tenants of a fleet which nodes have room. Run two to five directories for a fleet."""
     try:
         # Step 1: check the whole command line before anything starts. A mistake is a usage error, with exit status 2.
         addresses = [parse_address(text) for text in listen]

@@ -101,7 +101,7 @@ class DirectoryMetrics:
         }
 
     async def application(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answer one HTTP request, as ASGI has it: `/metrics`, `/healthz`, `/readyz`."""
+        """Answer one HTTP request (ASGI): `/metrics`, `/healthz` or `/readyz`."""
         status, kind, body = 404, "text/plain; charset=utf-8", b"Here are /metrics, /healthz and /readyz.\n"
         # Any user of the host may ask, so each answer is cached or trivial.
         match scope["path"]:

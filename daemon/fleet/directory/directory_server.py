@@ -1,7 +1,7 @@
 """A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
 Each peer has limits on time, on memory, and on the connections from its source. A connection counts from the time it is
-accepted, so that endless handshakes count, too. Sources take turns, whatever the number of their connections.
+accepted, so that endless handshakes also count. Sources take turns, however many connections they have.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ MAX_CONNECTIONS: Final = 2048
 after one reply."""
 
 MAX_PER_SOURCE: Final = 256
-"""Maximum number of connections at a time from one IP address, or of one local user. Stops one host from taking all
+"""Maximum number of connections at a time from one IP address or one local user, so that one host can't take all
 connections."""
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""Time from accept to the end of TLS's handshake, which takes one round trip. Stops peers that connect and stay
+"""Time from accept to the end of TLS's handshake, which takes one round trip. Bounds peers that connect and stay
 silent."""
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""Time from the end of the handshake to HELLO. Stops peers that complete the handshake and then stay silent."""
+"""Time from the end of the handshake to HELLO. Bounds peers that complete the handshake and then stay silent."""
 
 STALL_TIMEOUT_S: Final = 5.0
 """Time from the first byte of a frame to its last, and for a peer to read a whole answer."""
@@ -60,10 +60,10 @@ IDLE_TIMEOUT_S: Final = 30.0
 """Time without a request. A tenant sends one request and disconnects."""
 
 REQUESTS_PER_TURN: Final = 4
-"""Number of requests of one connection that are served in a row, unless they use up its quantum of time."""
+"""Number of requests from one connection that are served in a row, unless they use up its quantum of time."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Number of unread answer bytes above which the directory reads nothing more from the peer. It sends a longer answer in
+"""Number of unread answer bytes above which the directory stops reading from the peer. Longer answers are sent in
 chunks of this size, from one buffer that all readers of the same listing share."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
@@ -130,7 +130,7 @@ class DirectoryServer:
         return self._sources.total()
 
     def listen(self, address: Address) -> Address:
-        """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotServe."""
+        """Listen on another address. Returns the address with the kernel's choice of port. Raises CannotServe."""
         # Step 1: report every problem with the address before serving any connection.
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
@@ -285,7 +285,7 @@ class DirectoryConnection(asyncio.Protocol):
         metrics: The metrics that operators may read.
         peer_of: Identifies the peer; raises NoTenant.
         turns: The queue of all connections, and the source for this connection's turns.
-        connections: All open connections, with this one.
+        connections: All open connections, including this one.
         on_lost: Called once, when the connection is closed.
     """
 
@@ -325,7 +325,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._connections.add(self)
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        # Start the timer first: it also bounds a peer that is refused below and does not read.
+        # Start the timer first, because it also bounds a peer that is refused below and does not read.
         self._await(HELLO_TIMEOUT_S, f"no HELLO arrived within {HELLO_TIMEOUT_S:g} s")
         try:
             self._peer = self._peer_of(transport)
@@ -360,11 +360,11 @@ class DirectoryConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_peer_slow = False
-        # The transport takes more: write the next part. It may pause again at once.
+        # The transport accepts more data, so write the next part. It may pause again at once.
         self._write_on()
         if self._is_peer_slow:
             return
-        # All of the answer is written: read the next request, and serve what has arrived already.
+        # The whole answer is written. Read on, and serve the requests that have already arrived.
         self._is_answer_late = False
         if self._transport is not None and not self._transport.is_closing():
             self._await_request()
@@ -390,7 +390,7 @@ class DirectoryConnection(asyncio.Protocol):
     def _serve_turn(self) -> None:
         self._is_queued = False
         for _ in range(REQUESTS_PER_TURN):
-            # Stop when the peer is gone, or has to read first: its bytes stay in the buffers.
+            # Stop if the peer is gone or must read first. Its bytes stay in the buffers.
             if self._transport is None or self._transport.is_closing() or self._is_peer_slow:
                 return
             event = self._connection.next_event()
@@ -402,7 +402,7 @@ class DirectoryConnection(asyncio.Protocol):
             self._on_event(event)
             if self._turns.is_quantum_over:
                 break
-        # More bytes may have arrived: serve the other sources first.
+        # More requests may have arrived, but serve the other sources first.
         self._enqueue()
 
     def _on_event(self, event: Event) -> None:
@@ -411,10 +411,10 @@ class DirectoryConnection(asyncio.Protocol):
                 self._answer(event, self._result(event))
                 self._is_mid_frame = False
                 self._await_request()
-            # If the id of a malformed request is known, it gets a failure as its reply, and the connection stays open.
+            # If a malformed request has a readable id, reply with a failure and keep the connection open.
             case Rejected() if not event.is_quiet and self._transport is not None:
                 self._transport.write(self._connection.send_failure(event, event.failure))
-            # The stream can't be read any further.
+            # The rest of the stream can't be read.
             case StreamBroken():
                 self._close_with(event.failure)
             case EndOfStream():
@@ -423,7 +423,7 @@ class DirectoryConnection(asyncio.Protocol):
                 pass
 
     def _result(self, request: Request) -> Body | bytes | Failure:
-        """Return the answer. A fault of the directory becomes a failure reply, not a lost request."""
+        """Return the answer. If the directory has a fault, the answer is a failure."""
         try:
             return self._served(request)
         except Exception:
@@ -462,7 +462,7 @@ class DirectoryConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if isinstance(result, bytes):
-            # A shared listing: only the header is made for this peer, and the body is written in parts as the peer
+            # The listing is shared: only the header is made for this peer, and the body is written in parts as the peer
             # reads it.
             self._transport.write(self._connection.send_reply_header(request, len(result)))
             self._unsent = memoryview(result)
@@ -521,7 +521,7 @@ def _faulty(request: Request) -> Failure:
 
 
 def _source(sock: socket.socket) -> Hashable:
-    """Return the source of a connection: an IP address or a local user; None if the peer is gone already."""
+    """Return the source of a connection: an IP address or a local user; None if the peer is already gone."""
     try:
         return _uid(sock) if sock.family == socket.AF_UNIX else sock.getpeername()[0]
     except OSError:

@@ -19,7 +19,7 @@ from gpulease.protocol.opcodes import Exclusivity
 
 CHOICES: Final = 8
 """Number of candidates in one answer. If the view is 10 s old and 90 % of the memory is leased, 0.7 % of the requests
-find room at none of eight candidates."""
+find no room at any of eight candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ _ROOMS: Final = {
     Exclusivity.DEVICE_EXCLUSIVE: Room.EMPTY,
     Exclusivity.PARTITION_EXCLUSIVE: Room.EMPTY_PARTITION,
 }
-"""The kind of room that a lease needs if it does not share its card."""
+"""The kind of room that a lease needs, by exclusivity, if it does not share its card."""
 
 
 def place(
@@ -73,9 +73,9 @@ def place(
         choices: Maximum number of candidates.
 
     Returns:
-        The candidates. The node that serves the name comes first, unless the tenant has tried it: its claim may have
-        ended since. That node is the only candidate if the requester may know it. If there are no candidates, the
-        reasons.
+        The candidates. The node that serves the name comes first, unless the tenant has tried it, since its claim may
+        have ended meanwhile. If the requester may know that node, it is the only candidate. If there are no candidates,
+        the reasons.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(query.name, silent_before_s) if query.name else None
@@ -120,7 +120,7 @@ def _candidates(view: FleetView, query: PlaceQuery) -> list[tuple[int, str]]:
 
 def _free_bytes(node: NodeView, query: PlaceQuery, order: PlacementOrder) -> int:
     """Return the free bytes of the card that a fitting node would choose."""
-    # The card that the node itself would choose: the smallest that fits, or the largest, by the order.
+    # The node would choose the smallest card that fits, or the largest, by the order.
     cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, query.device)]
     free = [card.largest_bytes for card in cards if _has_room(card, query)]
     return max(free) if order is PlacementOrder.SPREAD else min(free)
@@ -145,7 +145,7 @@ def _candidate(node_id: str, node: NodeView) -> Candidate:
 def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int, str]]:
     """Yield each node once, in random order.
 
-    Drawing a few of many costs little (Fisher and Yates, one step at a time).
+    Drawing a few of many nodes is cheap (the Fisher-Yates shuffle, one step at a time).
     """
     moved: dict[int, int] = {}
     for first in range(len(nodes)):

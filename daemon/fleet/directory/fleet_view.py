@@ -1,4 +1,4 @@
-"""A directory's view of a fleet: nodes and claims as last read from etcd, without a clock or a network.
+"""A directory's view of a fleet: nodes and claims as last read from etcd. This module uses no clock and no network.
 
 The view trusts no record. It counts and reports unreadable records, and leaves them out.
 """
@@ -29,11 +29,11 @@ from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_NODES: Final = 50_000
-"""Maximum number of nodes in a view; each takes about 6 KiB. Without a limit, a writer to etcd could fill the
-directory's memory."""
+"""Maximum number of nodes in a view, so that a writer to etcd can't fill the directory's memory. Each node takes about
+6 KiB."""
 
 MAX_NAMES: Final = 500_000
-"""Maximum number of claims in a view, for the same reason; each takes about 500 bytes."""
+"""Maximum number of claims in a view, for the same reason. Each takes about 500 bytes."""
 
 NO_ROOM: Final = Unreadable("the directory has no room for another record")
 
@@ -70,7 +70,7 @@ class FleetView:
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
         self._is_indexing = True
-        """False while all nodes are being read again: the index is then built once, in the order of their changes."""
+        """False while all nodes are read again. The index is then built once, in the order of their changes."""
 
     @property
     def bad_records(self) -> int:
@@ -91,8 +91,8 @@ class FleetView:
             self.put(item, now_s)
         if not has_horizon:
             self.horizon_s = None
-        # Keep the time at which an unchanged record was first seen. Without this, each new read would hide that a node
-        # has stopped.
+        # Keep the time at which an unchanged record was first seen. Otherwise each new read would make a stopped node
+        # look alive.
         for node_id, node in self.nodes.items():
             old = previous.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (node.incarnation, node.revision):
@@ -119,7 +119,7 @@ class FleetView:
             self.unreadable.forget(item.key)
         else:
             if item.key != HORIZON:
-                # Keep the horizon if the new value is unreadable: the nodes keep theirs, too.
+                # Keep the horizon if the new value is unreadable, as the nodes do.
                 self._drop(item.key)
             self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 
@@ -174,7 +174,7 @@ class FleetView:
             return node_id
         if isinstance(record, Unreadable):
             return record
-        # A new node needs room; a known one may always change.
+        # A new node must fit into the view; a known one may always change.
         old = self.nodes.get(node_id)
         if old is None and len(self.nodes) >= MAX_NODES:
             return NO_ROOM
@@ -182,9 +182,9 @@ class FleetView:
             # A daemon of an older version writes its inventory into its record, even if a newer one left an inventory
             # key.
             record = replace(record, inventory=_usable(record.inventory))
-        # Use the inventory in the record, or else that of the separate key, if there is one yet.
+        # Use the inventory in the record, or else in the separate key, if that has been read.
         inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
-        # A heartbeat changes the record and rarely the inventory: then the computed rooms are still right.
+        # A heartbeat changes the record but rarely the inventory. If the inventory is the same, so are the rooms.
         is_known = old is not None and old.inventory is inventory
         rooms = old.rooms if old is not None and is_known else rooms_of(*inventory.cards)
         node = NodeView(record, inventory, item.create_revision, item.mod_revision, now_s, rooms)
@@ -213,7 +213,7 @@ class FleetView:
         return None
 
     def _show(self, node_id: str, inventory: InventoryRecord) -> None:
-        """Show a node with the present inventory of its separate key."""
+        """Give a node the inventory of its separate key."""
         old = self.nodes.get(node_id)
         # A record that contains an inventory comes from an older daemon and takes precedence.
         if old is None or old.record.inventory is not None:

@@ -1,7 +1,6 @@
 """Keeps a directory's view up to date with etcd, and answers requests from it.
 
-After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it can't tell any more which nodes are
-alive.
+After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it no longer knows which nodes are alive.
 """
 
 import asyncio
@@ -40,10 +39,10 @@ from gpulease.protocol.opcodes import Exclusivity, Status
 
 VIEW_LIMIT_S: Final = 10.0
 """Greatest age of a view that the directory uses for answers; an election in etcd takes two seconds. A directory that
-is cut off would send tenants to nodes that may be gone, so it sends them to another directory instead."""
+is cut off would send tenants to nodes that may be gone, so it refuses, and tenants ask another directory."""
 
 CHECK_S: Final = 2.0
-"""Pause between two checks that etcd still answers."""
+"""Pause between checks that etcd still answers."""
 
 RETRY_S: Final = 0.5
 """Pause after a failure, before the view is read again."""
@@ -57,8 +56,8 @@ MAX_LISTED: Final = 20_000
 """Maximum number of nodes, and of names, in one listing: about 20 MiB."""
 
 LISTING_S: Final = 1.0
-"""Greatest age of a listing. Repeated requests get the same bytes: a listing of 10,000 nodes takes 200 ms and 11
-MiB."""
+"""Greatest age of a listing. Repeated requests get the same bytes, because a listing of 10,000 nodes takes 200 ms and
+11 MiB."""
 
 MAX_LISTINGS: Final = 64
 """Maximum number of cached listings, one for each tenant and one for operators. Further listings are not cached."""
@@ -138,7 +137,7 @@ class FleetWatch:
         self.counts.listings["listed"] += 1
         viewer, now_s = None if is_operator else tenant, self._clock()
         while self._listings:
-            # Drop expired listings. The dictionary is in the order in which they were created, so the oldest is first.
+            # Drop expired listings. The dictionary is in order of creation, so the oldest is first.
             oldest, (made_s, _) = next(iter(self._listings.items()))
             if now_s - made_s < LISTING_S:
                 break
@@ -147,13 +146,13 @@ class FleetWatch:
         if viewer in self._listings:
             return self._listings[viewer][1]
         payload = build_body(self._report(viewer, now_s))
-        # The cache is limited, because there may be many tenants, and a listing may have megabytes.
+        # The cache is limited, because there may be many tenants, and a listing may be megabytes long.
         if len(self._listings) < MAX_LISTINGS:
             self._listings[viewer] = now_s, payload
         return payload
 
     def _report(self, viewer: str | None, now_s: float) -> Report:
-        """Return the report for a tenant; for operators if `viewer` is None."""
+        """Return the report for a tenant, or for operators if `viewer` is None."""
         view = self.view
         # First mark the nodes that have become silent since the last request.
         view.settle(self._silent_before_s())
@@ -197,7 +196,7 @@ class FleetWatch:
         """Return why the directory can't answer now; None if it can."""
         if self._is_read and self.age_s() <= VIEW_LIMIT_S:
             return None
-        # Without a current view every answer could be wrong, so answer with the reason for its absence.
+        # Without a current view every answer could be wrong, so refuse, with the reason why there is none.
         cause = f"has not reached etcd for {self.age_s():.0f} s"
         if not self._is_read:
             cause = "has not read the fleet's records from etcd yet"
@@ -208,7 +207,7 @@ class FleetWatch:
         )
 
     def _placed(self, body: Place, tells_holder: bool) -> Placement | Failure:
-        # Step 1: check for mistakes that a client of another version may make.
+        # Step 1: check for values that only a client of another version sends.
         exclusivity = _CLASSES.get(body.exclusivity)
         if exclusivity is None:
             return Failure(Status.UNSUPPORTED, f"exclusivity class {body.exclusivity} is unknown", hint="Use 0 to 3.")
@@ -232,7 +231,7 @@ class FleetWatch:
         )
 
     def _silent_before_s(self) -> float:
-        """Return the time before which a record must have changed last for its node to count as silent."""
+        """Return the time such that nodes with records that last changed then or earlier are silent."""
         horizon_s = self.view.horizon_s or DEFAULT_TERMS.horizon_s
         return self._clock() - horizon_s * SILENT_PART
 
@@ -268,7 +267,7 @@ class FleetWatch:
                 self._reason = answer.reason
                 await asyncio.sleep(RETRY_S)
                 continue
-            # Step 2: replace the view by them.
+            # Step 2: replace the view by these records.
             self.view.replace((item for items in answer.found for item in items), self._clock())
             self._log_unreadable()
             self._is_read, self._confirmed_s = True, self._clock()

@@ -1,7 +1,7 @@
 """The nodes of a view, indexed by the properties that a request for a lease can ask for: room, labels, cards.
 
-It lets a directory of ten thousand nodes answer without visiting each node, also if no node fits: impossible requests
-cost no more than others. A heartbeat that changes nothing about a node changes nothing here.
+A directory of ten thousand nodes can so answer without visiting each node, even if no node fits: impossible requests
+cost no more than others. A heartbeat that changes nothing else about a node changes only the order by age.
 """
 
 from bisect import bisect_left, insort
@@ -13,12 +13,11 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord
 
 MAX_CARDS: Final = 64
-"""Maximum number of cards of one node that are indexed by UUID and index. No host has as many; a foreign writer's
-record may."""
+"""Maximum number of cards of one node that are indexed by UUID and index. Only a foreign writer's record has more."""
 
 
 class Room(IntEnum):
-    """Kinds of room: on any card, on one without leases, and on a partition without leases."""
+    """Kinds of room: on any card, on a card without leases, and on a partition without leases."""
 
     ANY = 0
     EMPTY = 1
@@ -53,7 +52,7 @@ def rooms_of(*cards: CardRecord) -> Rooms:
     """Return the largest slices that one of these cards would grant."""
     rooms = [-1] * len(Room)
     for card in cards:
-        # The kinds are nested: an empty partition is also an empty card, and that is also any card.
+        # The kinds are nested: an empty partition is also an empty card, and an empty card is also any card.
         kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
         for kind in range(kinds + 1):
             rooms[kind] = max(rooms[kind], card.largest_bytes)
@@ -75,7 +74,7 @@ class NodeIndex:
         self.unreachable: set[str] = set()
         self._by_room: tuple[list[tuple[int, str]], ...] = tuple([] for _ in Room)
         self._listed: dict[str, Rooms] = {}
-        """The rooms by which each node is in these lists."""
+        """The rooms under which each node is in these lists."""
         self._by_label: dict[tuple[str, str], set[str]] = {}
         self._by_card: dict[str, dict[str, Rooms]] = {}
         self._changes: OrderedDict[str, float] = OrderedDict()
@@ -117,7 +116,7 @@ class NodeIndex:
 
         The time must not decrease.
         """
-        # The oldest come first, so the work is proportional to the nodes that became silent.
+        # The oldest nodes come first, so the work is proportional to the number of nodes that became silent.
         while self._changes:
             node_id, changed_s = next(iter(self._changes.items()))
             if changed_s > silent_before_s:
@@ -181,7 +180,7 @@ def _labels(record: InventoryRecord | None) -> set[tuple[str, str]]:
 
 
 def _cards(record: InventoryRecord | None) -> dict[str, Rooms]:
-    """Return the names by which tenants ask for the node's cards, with their free room."""
+    """Return the free room of the node's cards, by each name with which tenants ask for a card."""
     by_card: dict[str, Rooms] = {}
     for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):
         rooms = rooms_of(card)

@@ -1,15 +1,15 @@
 """A client of etcd over gRPC, for the fleet's own processes. Importing gRPC starts threads, so the importer can't fork.
 
 A write is sent to one member, once. It is sent to another member only if the first certainly did not execute it: no
-connection was up, or the member reported that it knows no leader, which etcd checks before anything else. The outcome
-after any other failure is Unknown, and the caller reads the keys back. gRPC's own retries are off for that reason.
-Reads are repeated while time is left, and a read of many keys is split into pages.
+connection was up, or the member reported that it has no leader, which etcd checks first. The outcome after any other
+failure is Unknown, and the caller reads the keys back. gRPC's own retries are off for that reason. Reads are repeated
+while time is left, and a read of many keys is split into pages.
 
 Each client uses the members in a random order, so that a fleet's nodes spread their load over all members.
 
 etcd's `database space exceeded` leaves open whether the write was done (etcd, apply.go: quotaApplierV3 applies first,
-and then reports that error). The client reads the keys back, and returns Rejected only if it finds nothing of the
-write.
+and then reports that error). The client reads the keys back, and returns TransactionRejected only if no key has the
+written value.
 """
 
 import asyncio
@@ -50,13 +50,14 @@ MAX_REQUEST_BYTES: Final = 1 << 20
 """Largest request. etcd accepts 1.5 MiB by default, and each member keeps requests in its log."""
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Largest accepted answer, and so the largest page. Stops a foreign writer from filling memory."""
+"""Largest accepted answer, and so the largest page, so that a foreign writer can't fill memory."""
 
 PAGE_KEYS: Final = 1_000
-"""Number of keys in one page: with nodes of 16 cards, 2 MiB, which a member returns within the time of one request."""
+"""Number of keys in one page. With nodes of 16 cards, that is 2 MiB, which a member returns within the time of one
+request."""
 
 MAX_READ_BYTES: Final = 512 << 20
-"""Maximum bytes of all pages of one read, against the same: 50,000 nodes and 500,000 claims have 300 MiB."""
+"""Maximum bytes of all pages of one read, for the same reason. 50,000 nodes and 500,000 claims have 300 MiB."""
 
 MAX_REASON_CHARS: Final = 300
 """Longest error text that is passed on; longer ones are cut."""
@@ -71,7 +72,7 @@ KEEPALIVE_MS: Final = 6_000
 """Time between pings on a connection. etcd closes connections that ping more often than every 5 s."""
 
 KEEPALIVE_LIMIT_MS: Final = 2_000
-"""Longest time until a ping is answered. So a watch leaves a hanging or disconnected member after 8 s."""
+"""Longest time until a ping is answered. A watch therefore leaves a hanging or disconnected member after 8 s."""
 
 READ_TRIES: Final = 3
 """A read waits for one member no longer than its whole time divided by this number, so that there is time for other
@@ -79,8 +80,8 @@ members if one hangs.
 """
 
 WATCH_LIFE_S: Final = 600.0
-"""Longest life of one watch's stream. The watch then continues on another stream, so that a stream that is broken
-without an error does not stay forever."""
+"""Longest life of one watch's stream. The watch then continues on another stream, because a stream may break without an
+error."""
 
 WATCH_RETRY_S: Final = 0.2
 """Pause after a watch is interrupted. Without it, members that refuse would be asked in a busy loop."""
@@ -108,8 +109,8 @@ _REFUSALS: Final = {
     grpc.StatusCode.OUT_OF_RANGE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""Codes with which etcd refuses before it writes. gRPC itself uses some of them, so etcd's own prefix is required
-too."""
+"""Codes with which etcd refuses before it writes. gRPC itself uses some of them, so etcd's own prefix is also
+required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class EtcdClient:
         A read-only transaction has that time for each page of PAGE_KEYS, and all pages are of one revision. Network
         failures are outcomes and raise nothing.
         """
-        # A transaction that only reads is done differently: page by page, and even if etcd is out of space.
+        # A transaction that only reads is done page by page, and works even if etcd is out of space.
         if not transaction.compares and not transaction.writes:
             return await self._read(transaction.reads)
         request = _request(transaction)
@@ -263,9 +264,9 @@ class EtcdClient:
         return [size for size in replies if isinstance(size, StoreSize)]
 
     async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """Yield all changes of keys with that prefix from a revision on (0: from now on), across interruptions.
+        """Yield all changes of keys with a prefix, from a revision on (0: from now on), despite interruptions.
 
-        Raises Compacted if etcd no longer has them, and WatchRefused if this user may not read there.
+        Raises Compacted if etcd no longer has the changes, and WatchRefused if this user may not read these keys.
         """
         # Each round is one stream. The next one continues directly after the last change that was yielded.
         revision = from_revision
@@ -281,7 +282,7 @@ class EtcdClient:
                 if _is_refusal(error):
                     raise WatchRefused(f"{member.endpoint}: {_words(error)}") from None
             except asyncio.CancelledError:
-                # gRPC also raises this for streams of a channel that was closed because the certificates changed.
+                # gRPC also cancels streams of a channel that was closed because the certificates changed.
                 if (task := asyncio.current_task()) is None or task.cancelling() or member in self._members:
                     raise
             await asyncio.sleep(WATCH_RETRY_S)
@@ -316,9 +317,9 @@ class EtcdClient:
         return await _first_connected(usable, _left_s(deadline_s))
 
     async def _connected_for_watch(self) -> _EtcdMember:
-        """Return a member for a watch, another one each time, once one is connected. Raises WatchRefused."""
+        """Wait for a connected member, another one for each watch if possible, and return it. Raises WatchRefused."""
         while self._members:
-            # Begin with another member each time: a member that ends watches must not get the next one, too.
+            # Begin with another member each time, so that a member that ends watches does not get the next one as well.
             self._watch_starts += 1
             turn = self._watch_starts % len(self._members)
             for member in self._members[turn:] + self._members[:turn]:
@@ -339,7 +340,7 @@ class EtcdClient:
         """Reconnect if the certificates have changed. Returns whether they have."""
         try:
             certificates = self._read_now()
-        # Perhaps the files are being replaced at this moment. The next attempt reads them again.
+        # The files may be half replaced at this moment. The next attempt reads them again.
         except BadEtcdSettings:
             return False
         if certificates == self._certificates or not self._members:
@@ -359,7 +360,7 @@ class EtcdClient:
     async def _attempt(
         self, call: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | TransactionRejected:
-        """Ask members, within the settings' time, until one answers. A write ends once a member may have done it."""
+        """Ask members, within the settings' time, until one answers. A write ends when a member may have done it."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.timeout_s
         # Skip members that failed in this attempt. The loop ends when the time is over or no member is left.
         unfit: list[_EtcdMember] = []
@@ -374,7 +375,7 @@ class EtcdClient:
                 # etcd may have applied the write and then reported lack of space, so the caller has to read it back.
                 if error.details() == _NO_SPACE and not is_read:
                     return _WITHOUT_SPACE
-                # etcd answered and wrote nothing: another member would refuse, too.
+                # etcd answered and wrote nothing. Another member would also refuse.
                 if _is_refusal(error):
                     return TransactionRejected(reason)
                 self._prefer_another(member)
@@ -397,10 +398,10 @@ class EtcdClient:
         return TransactionAnswer(reply.succeeded, reply.header.revision, items, reply.header.cluster_id)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
-        """Read keys at one revision, with Range: an etcd without space refuses even read-only transactions."""
+        """Read keys at one revision, with Range, because an etcd without space refuses even read-only transactions."""
         revision, cluster_id, size_bytes = 0, 0, 0
         items: list[tuple[KeyValue, ...]] = []
-        # The first page fixes the revision for all further pages and reads, so that together they are one snapshot.
+        # The first page fixes the revision of all further pages and reads.
         for get in reads:
             request, is_last = _range(get), False
             request.limit = PAGE_KEYS
@@ -428,7 +429,7 @@ class EtcdClient:
         read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
         if not isinstance(read, TransactionAnswer):
             return Unknown("etcd reports that it has no space left, and the keys can't be read back")
-        # A key with the written value, or without one after a deletion, may be the work of this write.
+        # If a key has the written value, or none after a deletion, this write may have been done.
         for write, items in zip(transaction.writes, read.found, strict=True):
             value = items[0].value if items else None
             if value == (write.value if isinstance(write, Put) else None):
@@ -456,7 +457,7 @@ class EtcdClient:
                     raise Compacted(reply.compact_revision)
                 if reply.canceled:
                     raise WatchRefused(f"{member.endpoint}: {_clean(reply.cancel_reason) or 'it cancels the watch'}")
-                # The first reply to a watch from "now on" has the revision that it starts at. Later replies carry
+                # The first reply contains the revision at which a watch from "now on" starts. Later replies contain
                 # changes.
                 if not reply.created:
                     yield _batch(reply)
@@ -475,7 +476,7 @@ async def _read_page(request: Any, member: _EtcdMember, limit_s: float) -> Any:
 
 
 async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _EtcdMember | None:
-    """Return the member that connects first, of all tried at once; None if none does in time."""
+    """Try all members at once, and return the first that connects; None if none does in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
     # Try all members at the same time, so that those that are down cost no time if one is up.
     try:
@@ -490,7 +491,7 @@ async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _
 
 
 def _request(transaction: Transaction) -> Any:
-    # Writes come first on success, so that the reads see them. On failure only the reads are done, which show why.
+    # On success the writes come first, so that the reads see them. On failure only the reads are done; they show why.
     reads = [messages.RequestOp(request_range=_range(get)) for get in transaction.reads]
     writes = [
         messages.RequestOp(request_put=messages.PutRequest(key=write.key, value=write.value))
@@ -525,7 +526,7 @@ def _key_values(messages: Any) -> tuple[KeyValue, ...]:
 
 
 def _batch(reply: Any) -> WatchBatch:
-    """Return a watch's reply as a batch. The header's revision is valid only if no changes are still to come."""
+    """Return a watch's reply as a batch. The header's revision is valid only if no changes are outstanding."""
     changes = tuple(
         Removed(event.kv.key, event.kv.mod_revision)
         if event.type == messages.DELETE

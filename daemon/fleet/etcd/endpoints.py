@@ -7,8 +7,8 @@ DEFAULT_PORT: Final = 2379
 """etcd's port for clients (IANA: etcd-client)."""
 
 MAX_ENDPOINTS: Final = 16
-"""Maximum number of members in an address; etcd recommends at most 7. A mistaken list does not open a flood of
-connections."""
+"""Maximum number of members in an address, so that a mistaken list can't open a flood of connections. etcd recommends
+at most 7 members."""
 
 _ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
 

@@ -1,4 +1,4 @@
-"""The certificates with which etcd and its clients authenticate each other.
+"""The certificates with which etcd and its clients authenticate to each other.
 
 The fleet process can't open files. The broker opens them and sends the descriptors, again after each change of a file.
 """
@@ -13,10 +13,11 @@ from gpulease.daemon.host.ipc import close_all
 from gpulease.protocol.fast_dataclass import dataclass
 
 Stamp = tuple[int, int, int, int]
-"""A file's device, number, size and time of last change."""
+"""A file's device, inode, size and time of last change."""
 
 MAX_FILE_BYTES: Final = 4 << 20
-"""Maximum number of bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path does not fill memory."""
+"""Maximum number of bytes of one file, so that a mistaken path can't fill memory. A bundle of all public CAs has 0.3
+MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Certificates:
     Attributes:
         ca: The CA of the members' certificates.
         key: The key of this client's certificate.
-        certificate: That certificate; None if etcd does not require one.
+        certificate: This client's certificate; None if etcd does not require one.
     """
 
     ca: bytes
@@ -64,7 +65,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
 
 
 def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
-    """Return a value that differs once a file was changed or replaced. Raises BadEtcdSettings."""
+    """Return a value that differs after a file is changed or replaced. Raises BadEtcdSettings."""
     try:
         return tuple(_stamp_of(os.stat(path)) for path in files.values())
     except OSError as error:
@@ -80,7 +81,7 @@ def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certifica
     if len(names) != len(fds):
         raise BadEtcdSettings("the certificate files could not be passed on because too many files are open")
     try:
-        # pread(2) leaves the offset alone: the descriptors share it with the sender.
+        # Use pread(2), which does not move the offset, because the descriptors share it with the sender.
         contents = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
     except OSError as error:
         raise BadEtcdSettings(f"a certificate can't be read: {error.strerror}") from None

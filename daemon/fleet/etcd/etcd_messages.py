@@ -1,7 +1,7 @@
 """The messages and calls of etcd that the client uses (etcd, api/etcdserverpb/rpc.proto, api/mvccpb/kv.proto).
 
 This module builds them from its own descriptors, in its own pool: no compiler of .proto files has to run, and another
-library's description of etcd in the same process does not conflict. Enumerations are plain numbers, as on the wire.
+library's description of etcd in the same process causes no conflict. Enumerations are plain numbers, as on the wire.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _KINDS: Final = {
     "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
     "uint64": descriptor_pb2.FieldDescriptorProto.TYPE_UINT64,
 }
-"""Types of fields; every other is a message."""
+"""Types of fields. Every other type is a message."""
 
 MESSAGES: Final = {
     "ResponseHeader": "uint64 cluster_id = 1, uint64 member_id = 2, int64 revision = 3",
@@ -38,7 +38,7 @@ MESSAGES: Final = {
     "RequestOp": "RangeRequest request_range = 1, PutRequest request_put = 2,"
     " DeleteRangeRequest request_delete_range = 3",
     "ResponseOp": "RangeResponse response_range = 1",
-    # The revision is a member of a oneof, so that 0 is sent, too.
+    # The revision is a member of a oneof, so that 0 is also sent.
     "Compare": "int64 result = 1, int64 target = 2, bytes key = 3, int64 create_revision = 5 of union,"
     " int64 mod_revision = 6 of union",
     "TxnRequest": "Compare* compare = 1, RequestOp* success = 2, RequestOp* failure = 3",

@@ -1,8 +1,8 @@
 """etcd's transactions, answers and changes as values, without a network (etcd v3, rpc.proto: Txn, Range, Watch).
 
-A transaction compares revisions, and writes if all comparisons hold. Revisions number all writes of the store and only
-rise. A key's create revision is that of the write that created it, its mod revision that of its last write. Comparisons
-see an absent key as revision 0.
+A transaction compares revisions, and writes if all comparisons hold. Revisions number all writes of the store, and only
+rise. A key's create revision belongs to the write that created it, its mod revision to its last write. In comparisons,
+an absent key has revision 0.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ class TransactionAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No answer came in time. The transaction was done, will be done later, or never."""
+    """No answer came in time. The transaction was done, will be done later, or will never be done."""
 
     reason: str
 
@@ -126,7 +126,7 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """A watch's next changes, in order of their revisions. It has now reported all changes up to `revision`.
+    """A watch's next changes, in order of their revisions. The watch has now reported all changes up to `revision`.
 
     An empty batch shows that nothing changed up to `revision`, and that the watch is alive.
     """
@@ -136,7 +136,7 @@ class WatchBatch:
 
 
 class WatchEnded(Exception):
-    """A watch can't continue; the subclass is the reason."""
+    """A watch can't continue, for the reason that the subclass names."""
 
 
 class Compacted(WatchEnded):

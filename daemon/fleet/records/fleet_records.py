@@ -8,7 +8,7 @@
     /gpulease/v1/held/NODE/TENANT/LEASE  empty; written and deleted with the lease's entry in a quota
     /gpulease/v1/clocks/SLOT             a node's clock, with which members compare the rates of their clocks
     /gpulease/v1/quotas/TENANT/SHARD     a part of a tenant's quota
-    /gpulease/v1/quota_default           the quota of each tenant that has none by name
+    /gpulease/v1/quota_default           the quota of each tenant that has none of its own
     /gpulease/v1/fenced/NODE             empty; the node's memberships that began before its mod revision have ended
     /gpulease/v1/generation              the store's generation, created once: a restored backup has an older one
     /gpulease/v1/epochs                  EpochsRecord: the generation in which nodes may claim names, the base of epochs
@@ -47,13 +47,13 @@ EPOCHS: Final = PREFIX + b"epochs"
 JOINED: Final = PREFIX + b"joined"
 
 MAX_EPOCH_BASE: Final = 1 << 62
-"""Largest epoch base that is accepted. Stops a foreign writer from making epochs exceed 64 bits."""
+"""Largest epoch base that is accepted, so that a foreign writer can't make epochs exceed 64 bits."""
 
 MAX_GENERATION_BYTES: Final = 128
 """Longest generation that is kept unchanged. The journal and the messages between the daemon's processes contain it."""
 
 MAX_NODE_ID_BYTES: Final = 255
-"""Longest id of a node, as long as a host name (RFC 1035, 2.3.4). Stops keys that do not fit in messages."""
+"""Longest id of a node, as long as a host name (RFC 1035, 2.3.4), so that keys fit into messages."""
 
 
 def node_key(node_id: str) -> bytes:
@@ -115,7 +115,7 @@ NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
 EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
 
 _HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
-"""Nodes never use a value outside these bounds. With a shorter one, a directory would report that all are silent."""
+"""Nodes never use a value outside these bounds. With a shorter one, a directory would report all nodes as silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class ClaimRecord(StoredRecord):
         node_id: The node that serves the name.
         incarnation: The create revision of that node's record at the time of the claim. With another one, the claim is
           void.
-        lease_id: The lease, in 32 hexadecimal digits.
+        lease_id: The lease's id, in 32 hexadecimal digits.
         tenant: The lease's tenant.
         nonce: Identifies this claim, so that its writer recognises it if the answer was lost.
         epoch_base: The claim's epoch is this number plus the claim's mod revision.

@@ -21,17 +21,17 @@ MIN_HORIZON_S: Final = 2
 """A shorter horizon would pass while etcd elects a leader, which takes one to two seconds."""
 
 MAX_HORIZON_S: Final = 600
-"""A longer horizon would block a dead node's names for more than ten minutes: the operator mistyped the unit."""
+"""A longer horizon has the wrong unit: it would block a dead node's names for more than ten minutes."""
 
 HISTORY_S: Final = 60
-"""Seconds of history that are kept at least. A directory that is cut off finds another member of etcd within 12 s and
-continues where it stopped; after a longer gap, it reads everything again. 10,000 nodes write 0.2 GiB in that time."""
+"""Seconds of history that are always kept. A directory that is cut off finds another member of etcd within 12 s and
+continues where it stopped. After a longer gap, it reads everything again. 10,000 nodes write 0.2 GiB in that time."""
 
 MIN_HISTORY_S: Final = 15
 """With this, a directory that moves to another member of etcd within 12 s still finds all changes."""
 
 MAX_HISTORY_S: Final = 86_400
-"""A thousand nodes write 5 GiB in a day: the operator mistyped the unit."""
+"""A longer history has the wrong unit: a thousand nodes write 5 GiB in a day."""
 
 ETCD_QUOTA_BYTES: Final = 2 << 30
 """etcd's default (etcd, --quota-backend-bytes)."""

@@ -1,9 +1,9 @@
 """Reads every value that a fleet's processes find in etcd: a record, or the reason why it is unreadable.
 
-Values in etcd can't be trusted: they may come from a daemon of another version, from anybody who has a node's
-certificate, or from an operator's mistake. Each kind of record declares its members with types and bounds, and msgspec
-checks them while it parses, so no forbidden number or text gets past this module. Callers treat an unreadable value as
-absent; `UnreadableRecords` counts and reports it.
+Values in etcd can't be trusted: they may come from a daemon of another version, from anyone with a node's certificate,
+or from an operator's mistake. Each kind of record declares its members with types and bounds, and msgspec checks them
+while it parses, so no forbidden number or text gets past this module. Callers treat an unreadable value as absent;
+`UnreadableRecords` counts and reports it.
 """
 
 from dataclasses import asdict
@@ -15,19 +15,20 @@ import msgspec
 from msgspec import Meta
 
 MAX_RECORD_BYTES: Final = 64 << 10
-"""Largest record that is read. A node with 16 cards has 2 KiB. Stops a foreign writer from filling memory."""
+"""Largest record that is read, in bytes, so that a foreign writer can't fill memory. The record of a node with 16 cards
+has 2 KiB."""
 
 MAX_TEXT_CHARS: Final = 1024
-"""Longest text in a record. Stops texts that do not fit in messages to tenants or to the broker."""
+"""Longest text in a record, so that texts fit into messages to tenants and to the broker."""
 
 MAX_NUMBER: Final = (1 << 63) - 1
 """Largest number in a record. etcd's revisions, times in nanoseconds and all messages have 64 bits."""
 
 MAX_QUOTA_BYTES: Final = 1 << 60
-"""Largest quota, an exbibyte. Keeps budgets that move between shards within the range of numbers."""
+"""Largest quota, an exbibyte, so that budgets that move between shards stay at most MAX_NUMBER."""
 
 MAX_REASON_CHARS: Final = 160
-"""Longest reason for an unreadable value, which the log and health show."""
+"""Longest reason for an unreadable value, in characters. The log and health reports contain it."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]

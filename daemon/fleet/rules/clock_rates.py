@@ -1,15 +1,15 @@
-"""Clock rates: a node with a clock that runs faster or slower than the other nodes' clocks compensates for that.
+"""Clock rates: a node whose clock runs faster or slower than the other nodes' clocks compensates for the difference.
 
 The fleet's deadlines and waits are correct only while no clock's rate is wrong by more than rho. So up to 16 nodes
-publish facts about their last heartbeat in slots: its revision, and two times of their own clock between which etcd
-executed it. From its own heartbeats, every node knows two times of its own clock before and after that revision. Two
-such revisions give an interval for the rate of one clock relative to the other, however late requests and answers are.
-The interval becomes narrower with time. A node compensates only if the median's interval lies completely outside the
+publish facts about their last heartbeat in slots: its revision, and two times on their own clock between which etcd
+executed it. From its own heartbeats, every node knows a time on its own clock before that revision and one after it.
+Two such revisions give an interval for the rate of one clock relative to the other, however late requests and answers
+are. The interval becomes narrower with time. A node compensates only if the median interval lies completely outside the
 tolerance.
 
-What other nodes write in the slots may be forged. So it never removes a node from the fleet. It only makes the node
-more careful, within limits (`Membership.make_up_for`): deadlines on a slow clock come earlier, and waits on a fast
-clock last longer.
+The slots of other nodes may be forged. So they never cause a node to leave the fleet. They only make the node more
+careful, within limits (`Membership.make_up_for`): deadlines on a slow clock come earlier, and waits on a fast clock
+last longer.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16
-"""Maximum number of clocks with which nodes compare theirs. Limits the number of values that a heartbeat reads."""
+"""Maximum number of clocks with which nodes compare their own. Limits the number of values that a heartbeat reads."""
 
 _SLOT_KEYS: Final = tuple(CLOCKS + b"%02d" % number for number in range(SLOTS))
 
@@ -47,8 +47,8 @@ class ClockRecord(StoredRecord):
     Attributes:
         instance: The run of the process that wrote it.
         revision: The store's revision at its previous heartbeat.
-        low_ns: A time of its clock before that revision.
-        high_ns: A time of its clock after that revision.
+        low_ns: A time on its clock before that revision.
+        high_ns: A time on its clock after that revision.
     """
 
     instance: Text
@@ -106,7 +106,7 @@ class ClockRates:
         self._membership = membership
         self._clocks: dict[bytes, _Clock] = {}
         self._writes: dict[bytes, tuple[int, int]] = {}
-        """The mod revision of each slot, and the time since which this node knows it."""
+        """By slot, its mod revision, and the time since which this node knows the revision."""
         self._slot: bytes | None = None
         self._instance = membership.instance
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)
@@ -123,7 +123,7 @@ class ClockRates:
         self._slot = None
 
     def forget(self, instance: str = "") -> None:
-        """Restart the measurement: the store is another one, or this node's clock has stopped for a while.
+        """Restart the measurement, because the store is another one or this node's clock has stopped for a while.
 
         Args:
             instance: A new random text for its readings, so that others restart theirs; "" if its clock continued.
@@ -135,11 +135,11 @@ class ClockRates:
         self._slot = None
 
     def observe(self, items: tuple[KeyValue, ...], revision: int, sent_ns: int, now_ns: int) -> float | None:
-        """Take the slots that an acknowledged heartbeat of that revision read.
+        """Process the slots that an acknowledged heartbeat of that revision read.
 
         Returns the rate of the others' clocks if their readings show that this node's clock is wrong; otherwise None.
         """
-        # Step 1: remember this heartbeat: a revision between two times of this node's clock.
+        # Step 1: remember this heartbeat as a revision between two times on this node's clock.
         self._polls.append(_Poll(revision, sent_ns, now_ns))
         own_key = None
         present: set[bytes] = set()
@@ -149,21 +149,21 @@ class ClockRates:
                 self._membership.distrust(item, "its key must be one of the slots")
                 continue
             present.add(item.key)
-            # Remember when each slot last changed: a slot that does not change any more is abandoned.
+            # Remember when each slot last changed. A slot that no longer changes is abandoned.
             write = self._writes.get(item.key)
             if write is None or write[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
             record = self._membership.read(ClockRecord.read, item)
             if record is None:
                 continue
-            # The instance shows whether this node still owns a slot: the heartbeat that wrote it may have failed.
+            # The instance shows whether this node still owns the slot. The heartbeat that wrote it may have failed.
             if record.instance == self._instance:
                 own_key = item.key
             else:
                 self._take(item.key, record, now_ns)
         # A clock counts only while its slot exists.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in present}
-        # Step 3: keep the own slot, or take an abandoned one.
+        # Step 3: keep this node's slot, or take an abandoned one.
         self._slot = own_key
         if own_key is None:
             self._take_slot({item.key: item.mod_revision for item in items}, now_ns)
@@ -172,7 +172,7 @@ class ClockRates:
 
     def _take(self, key: bytes, record: ClockRecord, now_ns: int) -> None:
         clock = self._clocks.get(key)
-        # The reading is the same as before: the slot was not written since.
+        # The reading is the same as before, because the slot was not written since.
         if clock and (clock.last.instance, clock.last.revision) == (record.instance, record.revision):
             return
         # This node's heartbeats directly before and after the slot's revision give its times on this clock.
@@ -198,7 +198,7 @@ class ClockRates:
         for step in range(SLOTS):
             key = _SLOT_KEYS[(start + step) % SLOTS]
             if key not in revisions or now_ns - self._writes[key][1] > self._membership.wait_ns:
-                # The slot is abandoned, so its clock does not count any more.
+                # The slot is abandoned, so its clock no longer counts.
                 self._clocks.pop(key, None)
                 compare = ModRevisionIs(key, revisions.get(key, 0))
                 transaction = Transaction((compare,), (self._put(key),))

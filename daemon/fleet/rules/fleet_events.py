@@ -1,15 +1,15 @@
 """Events that a fleet's member handles, and effects that it returns.
 
-The process around the member turns what happens into events and executes the effects in order; it never decides. Events
-from the broker and effects for the broker are themselves messages of their channel (see `fleet/fleet_messages.py`).
+The process around the member passes events to it and executes its effects in order; the process never decides. Events
+from the broker and effects for the broker are themselves the messages of their channel (see `fleet/fleet_messages.py`).
 
 All times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The process reads the time of an
-event before handling it, and sends an `Ask` afterwards. So a request's time is never later than its sending, and an
-answer's never earlier than its receipt.
+event before handling it, and sends an `Ask` afterwards. So the time of a request is never later than its sending, and
+the time of an answer never earlier than its receipt.
 
 Every `ClaimWanted` gets exactly one `ClaimGiven` or `ClaimRefused`, unless `ClaimDropped` comes first. Every `Ask` gets
 exactly one `Answered`; the process bounds the wait and answers Unknown. Every `EndClaimed` gets exactly one
-`LiveClaims`, once the last claimed lease has ended and its memory is proved free; until then the member claims nothing.
+`LiveClaims`, when the last claimed lease has ended and its memory is proved free. Until then the member claims nothing.
 """
 
 from collections.abc import Mapping
@@ -37,13 +37,13 @@ from gpulease.daemon.fleet.records.fleet_records import CardRecord, NodeRecord
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_ADDRESSES: Final = 256
-"""Maximum number of addresses of one node in a message. A daemon listens on a handful."""
+"""Maximum number of addresses of one node in a message. A daemon listens on only a few."""
 
 MAX_LABELS: Final = 1_024
 """Maximum number of labels of one node in a message."""
 
 MAX_CARDS: Final = 1_024
-"""Maximum number of cards of one node in a message. 16 cards with 7 partitions each are far fewer."""
+"""Maximum number of cards of one node in a message, far more than 16 cards with 7 partitions each."""
 
 Number = Annotated[int, U64]
 
@@ -54,7 +54,7 @@ class FleetTerms:
 
     Attributes:
         horizon_s: T: the maximum number of seconds for which a claimed lease lives after its node's last heartbeat.
-        rho: Maximum error of a clock's rate: a clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
+        rho: Maximum error of a clock's rate. A clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
     """
 
     horizon_s: float = 30.0
@@ -63,15 +63,15 @@ class FleetTerms:
 
 @dataclass(frozen=True, slots=True)
 class FleetIdentity(Message):
-    """The store that a node joined. The node remembers it over restarts, to notice if another store is in its place.
+    """The store that a node joined. The node remembers it across restarts, to notice if another store replaces it.
 
     Attributes:
-        cluster_id: etcd's number of the cluster; 0: the node has not joined a store yet.
+        cluster_id: etcd's number for the cluster; 0 if the node has not joined a store yet.
         generation: Text of the store's generation key. An operator renews it after restoring etcd from a backup.
         revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
         epoch_base: A claim's epoch is this plus its revision.
-        is_restored: Whether the store was found to be in an earlier state. The node joins it once its generation
-          changes.
+        is_restored: Whether the store was found to be in an earlier state. The node joins it when its generation
+            changes.
     """
 
     cluster_id: Number = 0
@@ -85,13 +85,13 @@ class FleetIdentity(Message):
 class DaemonMark(Message):
     """Distinguishes the records that this daemon wrote under its node's id from those of every other daemon.
 
-    The daemon's journal has the mark before the heartbeat is sent. So a daemon that finds a record beyond its mark has
-    a copy of the journal, or an earlier state of it.
+    The mark is in the daemon's journal before the heartbeat is sent. So if a daemon finds a record beyond its mark, its
+    journal is a copy or an earlier state.
 
     Attributes:
         beat: Number of the last heartbeat that was sent.
         run: Instance of the process that sent it.
-        entered: Nonce of the record with which that process continued a membership; "": it wrote the record itself.
+        entered: Nonce of the record with which that process continued a membership; "" if it wrote the record itself.
     """
 
     beat: Number = 0
@@ -116,7 +116,7 @@ NO_MARK: Final = DaemonMark()
 
 class ClaimRefusal(Enum):
     TAKEN = "taken"
-    """Other leases, on this node or others, have the name or the quota's bytes."""
+    """Other leases, on this node or another, have the name or the quota's bytes."""
     ISOLATED = "isolated"
     """This node is not a member now, or etcd has not acknowledged a heartbeat within the horizon."""
     UNKNOWN = "unknown"
@@ -145,7 +145,7 @@ class Reason(Enum):
     RESTORED = "restored"
     """etcd is another store than the joined one, or an earlier state of it."""
     PAUSED = "paused"
-    """The machine was paused together with its clocks, so they do not show whether the horizon has passed."""
+    """The machine and its clocks were paused, so the clocks do not show whether the horizon has passed."""
     RENEWED = "renewed"
     """An operator renewed the store's generation. The node rejoins."""
 
@@ -160,7 +160,7 @@ _CARD: Final = row(
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process runs. The member sends nothing until it has also received `LiveClaims`."""
+    """The process has started. The member sends nothing until it has also received `LiveClaims`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LiveClaims:
-    """The broker's claimed leases. Sent at the start, and, without leases, in answer to each EndClaimed.
+    """The broker's claimed leases. Sent at the start, and in answer to each EndClaimed, then without leases.
 
     A lease counts until its memory is proved free.
 
@@ -191,7 +191,7 @@ class LiveClaims:
 
 @dataclass(frozen=True, slots=True)
 class MarkKept(Message):
-    """The journal has the mark of that heartbeat: the member may send it now."""
+    """The journal has the mark of that heartbeat, so the member may send the heartbeat now."""
 
     OP: ClassVar[str] = "mark_kept"
     beat: Number
@@ -204,7 +204,7 @@ class ClaimWanted(Message):
     Attributes:
         request: Number of this request, unique among open ones.
         lease_id: The lease, in 32 hexadecimal digits.
-        wait_until_ns: Until when to wait for a name that is taken. If it is in the past, one attempt is made.
+        wait_until_ns: Until when to wait if the name is taken. If this time is in the past, one attempt is made.
     """
 
     OP: ClassVar[str] = "claim"
@@ -281,7 +281,7 @@ class QuotaEnded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The machine was paused together with its clocks, and runs again.
+    """The machine and its clocks were paused, and run again.
 
     Attributes:
         missed_ns: The minimum time for which its clocks have stopped. None: the machine was restored from a snapshot,
@@ -295,7 +295,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Stopping(Message):
-    """The daemon stops: send no more heartbeats, and finish the deletions in progress.
+    """The daemon stops. Send no more heartbeats, and finish the deletions in progress.
 
     Leave the fleet if no claims remain.
     """
@@ -334,14 +334,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Remove etcd's history before that revision. If this fails, a later order removes more."""
+    """Remove etcd's history before that revision. If this fails, a later Compact removes it."""
 
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class ArmFleetTimer:
-    """Send FleetTimerFired at this time. A new order replaces the earlier one."""
+    """Send FleetTimerFired at this time. A new ArmFleetTimer replaces an earlier one."""
 
     due_ns: int
 
@@ -361,7 +361,7 @@ class Joined(Message):
 
 @dataclass(frozen=True, slots=True)
 class Remembered(Message):
-    """Store the store's present identity for the next process."""
+    """Store the present identity of etcd's store for the next process."""
 
     OP: ClassVar[str] = "remembered"
     identity: Annotated[FleetIdentity, nested(FleetIdentity)]
@@ -369,7 +369,7 @@ class Remembered(Message):
 
 @dataclass(frozen=True, slots=True)
 class KeepMark(Message):
-    """Store the mark for the next process, and send MarkKept once it is durable."""
+    """Store the mark for the next process, and send MarkKept when it is durable."""
 
     OP: ClassVar[str] = "mark"
     mark: Annotated[DaemonMark, nested(DaemonMark)]
@@ -390,7 +390,7 @@ class MoveHorizon(Message):
 
 @dataclass(frozen=True, slots=True)
 class EndClaimed(Message):
-    """End all claimed leases at once, and send LiveClaims when the memory of all is proved free.
+    """End all claimed leases at once, and send LiveClaims when the memory of all of them is proved free.
 
     That includes claims granted before this effect that the broker has not admitted yet.
     """
@@ -473,7 +473,7 @@ class Note(Enum):
     """This node fenced another, named by `node_id`."""
     ORPHAN_DELETED = "orphan_deleted"
     CLOCK = "clock"
-    """The others' readings show that this node's clock is faster or slower than theirs; without text it is right
+    """Other nodes' readings show that this node's clock is faster or slower than theirs; without text, it is right
     again."""
     FAULT = "fault"
     """A fault of the daemon prevented it from handling an answer, which counts as lost."""
@@ -500,7 +500,7 @@ class RecordsUnreadable(Message):
 
     Attributes:
         count: Number of unreadable values since the member began.
-        text: What an operator should know about those that are unreadable now; "" if none is.
+        text: A text for operators about the values that are unreadable now; "" if there are none.
     """
 
     OP: ClassVar[str] = "unreadable"

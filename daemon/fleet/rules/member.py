@@ -20,8 +20,8 @@ leases may live. So for T (1 + rho) after a node first saw a new generation, it 
 the generation: it writes a record that all claims compare. The record also contains the base of epochs, which is above
 every epoch that the node knows, because revisions may have fallen.
 
-All nodes must have the same horizon: a node that takes a silent node's names waits as long as its own horizon. The
-first node that joins writes its horizon to the store, and a node with another horizon stays out.
+All nodes must have the same horizon: a node that takes a silent node's names waits for its own horizon. The
+first node that joins writes its horizon to the store, and nodes with another horizon stay out.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ FOREIGN_DAEMON: Final = (
 )
 
 REMEMBER_NS: Final = 60 * NS_PER_S
-"""Nanoseconds after which the broker stores the store's revision again. A backup that is older than that is noticed."""
+"""Nanoseconds after which the broker stores the store's revision again. An older backup is noticed."""
 
 MAX_FAULT_CHARS: Final = 300
 """Maximum length of a text about a fault. It may quote values from etcd."""
@@ -139,7 +139,7 @@ UNSETTLED: Final = "the fleet's generation was renewed, and leases from before m
 FOREIGN: Final = "etcd's record of this node comes from another daemon, or from a later state of this daemon's journal"
 
 EPOCH_GAP: Final = 10**9
-"""Number of epochs that a new generation skips. Among them are the epochs of claims that no living node knows. It is
+"""Number of epochs that a new generation skips, which include the epochs of claims that no living node knows. It is
 more than the number of revisions that etcd makes in days."""
 
 _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
@@ -148,7 +148,7 @@ another daemon or another store.
 """
 
 OnAnswer = Callable[[TransactionAnswer, int, int], None]
-"""Takes an answer, its sending time, and the time now."""
+"""Processes an answer; also receives its sending time and the time now."""
 
 
 class _Phase(Enum):
@@ -180,7 +180,7 @@ class Member:
         instance: str,
         history_s: int = HISTORY_S,
     ) -> None:
-        """Take incarnation, identity and mark as the last process stored them, if there was one.
+        """Continue from the incarnation, identity and mark that the last process stored, if there was one.
 
         `instance` is a random text, unique to this run of the process on this node. `history_s` is StoreHistory's
         argument.
@@ -197,7 +197,7 @@ class Member:
         self._mark = mark
         self._awaits_mark = False
         self._highest_epoch = 0
-        """An upper bound of all epochs from before a renewed generation, as far as this node knows."""
+        """An upper bound of all epochs before a renewed generation, as far as this node knows."""
         self._unsettled_ns: int | None = None
         """Time since which this node knows the present generation, under which earlier leases may live; None if it
         knows none.
@@ -210,7 +210,7 @@ class Member:
         self._horizon_s = terms.horizon_s
         self._record = RecordChanged()
         self._written: RecordChanged | None = None
-        """The inventory that etcd has for this membership; None: unknown."""
+        """The inventory that etcd has for this membership; None if unknown."""
         self._phase = _Phase.STARTING
         self._has_started = False
         self._key = node_key(node_id)
@@ -223,7 +223,7 @@ class Member:
         self._no_generation_ns: int | None = None
         self._is_isolated = False
         self._rate: float | None = None
-        """The rate of the others' clocks, as their readings show it; None: the same as this node's."""
+        """The rate of the other nodes' clocks, according to their readings; None if it is the same as this node's."""
         self._is_stopping = False
         self._has_left = False
         self._armed_ns: int | None = None
@@ -276,7 +276,7 @@ class Member:
         if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
             self._due_ns = now_ns
         self._membership.is_suspect = False
-        # Ask only one question about the own record at a time, and none while the daemon stops.
+        # Ask only one question about this node's record at a time, and none while the daemon stops.
         if self._is_running and not self._is_asking and now_ns >= self._due_ns:
             if self._phase is _Phase.JOINING:
                 self._read_store(now_ns)
@@ -290,13 +290,13 @@ class Member:
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._quotas.advance(now_ns)
-        # Leave last, once nothing is in progress that could still write.
+        # Leave last, when nothing that could still write is in progress.
         if self._is_stopping and not self._has_left and self._membership.is_quiet:
             self._leave(now_ns)
         self._arm(now_ns)
 
     def _arm(self, now_ns: int) -> None:
-        """Arm the timer for the earliest time at which something is due, unless it is armed for that."""
+        """Arm the timer for the earliest time at which something is due, unless it is already armed for then."""
         dues = []
         if self._is_running and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
             dues.append(self._due_ns)
@@ -312,7 +312,7 @@ class Member:
     def _answered(self, answered: Answered, now_ns: int) -> None:
         """Pass an outcome to the rule that asked. For a member, an answer from another store counts as lost."""
         question = self._membership.take(answered.number)
-        # The question was answered before, or an earlier membership asked it.
+        # The question has been answered before, or an earlier membership asked it.
         if question is None:
             return
         outcome = answered.outcome
@@ -326,7 +326,7 @@ class Member:
         try:
             question.on_outcome(outcome, question.sent_ns, now_ns)
         except Exception as error:
-            # The rule that waits for this answer must get one anyway: it counts as lost, and the rule asks again.
+            # The rule that waits for this answer must get one, so pass the answer on as lost; the rule then asks again.
             frame = extract_tb(error.__traceback__)[-1]
             text = f"handling an answer of etcd's, in {frame.name}, line {frame.lineno}: {error!r}"[:MAX_FAULT_CHARS]
             self._note(Note.FAULT, text)
@@ -359,7 +359,7 @@ class Member:
         if generation is None and not known_generation:
             self._make_generation(now_ns)
             return False
-        # By a new generation the operator confirms that the store is the right one, whatever its revisions are.
+        # With a new generation, the operator confirms that the store is the right one, whatever its revisions are.
         # Otherwise the store must have reached the revision that this node remembers.
         value = read_generation(generation.value) if generation else ""
         is_renewed = bool(value) and bool(known_generation) and value != known_generation
@@ -388,7 +388,7 @@ class Member:
             return False
         self._membership.trouble = ISOLATED_TROUBLE
         # Leases from before the renewal may live under epochs up to this one. So new epochs must begin above it, and
-        # only after those leases have ended.
+        # only after these leases have ended.
         if is_renewed:
             self._highest_epoch = max(self._highest_epoch, self._membership.epoch_base + self._membership.revision)
             self._unsettled_ns = now_ns
@@ -403,7 +403,7 @@ class Member:
         return True
 
     def _make_generation(self, now_ns: int) -> None:
-        """Create the generation key if it was absent for so long that all leases under a lost store have ended."""
+        """Create the generation key if it has been absent for so long that all leases of a lost store have ended."""
         # The wait begins at the first read that finds no key.
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
@@ -416,7 +416,7 @@ class Member:
     # --- joining ---
 
     def _restore_claims(self, claims: LiveClaims, now_ns: int) -> None:
-        """Take the broker's claims. The node joins if it has none, or if it knows their incarnation."""
+        """Process the broker's claims. The node joins if there are none, or if it knows their incarnation."""
         if self._phase is _Phase.STARTING:
             # Leases live, and nothing shows which membership claimed their names. End them.
             if (claims.epochs or claims.quotas) and not self._membership.incarnation:
@@ -424,8 +424,8 @@ class Member:
                 return
             self._claims.restore(claims.epochs)
             self._quotas.restore(claims.quotas)
-            # The epochs of living leases are revisions of the store that this node joined. If the store's is lower
-            # now, it was restored from a backup.
+            # The epochs of living leases are revisions of the store that this node joined. If the store's revision is
+            # now lower, the store was restored from a backup.
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
         # After the start, a report matters only if a lost membership is ending and no claim is left.
         elif self._phase is not _Phase.ENDING or claims.epochs or claims.quotas:
@@ -438,7 +438,7 @@ class Member:
 
     def _store_read(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         """Continue the earlier membership, or delete its record, or join."""
-        # The answer has the record, the generation and the horizon at one revision. The join compares all of them.
+        # The answer has the record, the generation and the horizon at one revision. The join compares all three.
         record, generation, horizon = _own_and_fleet(answer)
         *_, epochs = answer.found
         self._due_ns = now_ns
@@ -465,12 +465,13 @@ class Member:
         elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
             self._due_ns = now_ns + self._membership.poll_ns
         elif record:
-            # No claimed lease of the record's membership lives here: the broker has said so. Delete it, then join.
+            # According to the broker, no claimed lease of the record's membership lives here. Delete the record, then
+            # join.
             compare = ModRevisionIs(self._key, record.mod_revision)
             self._ask(now_ns, Transaction((compare,), self._removal), self._read_again)
         else:
-            # Join. The transaction has all conditions: the record is still absent, and the generation, the horizon and
-            # the epochs are those that were just read.
+            # Join, on condition that the record is still absent, and that the generation, the horizon and the epochs
+            # are still as just read.
             self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
             compares = (
                 CreateRevisionIs(self._key, 0),
@@ -479,7 +480,7 @@ class Member:
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = DaemonMark(self._mark.beat + 1, self._membership.instance)
-            # The join also writes one key of the fleet, by which every node can notice a restored backup.
+            # The join also writes one key of the fleet, with which every node can notice a restored backup.
             joined = Put(JOINED, self._membership.node_id.encode())
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
             writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
@@ -496,7 +497,7 @@ class Member:
             self._due_ns = now_ns + self._membership.retry_ns
 
     def _is_own(self, record: KeyValue) -> bool:
-        """Return whether this daemon wrote the record. An unreadable one counts as another daemon's."""
+        """Return whether this daemon wrote the record. An unreadable record counts as another daemon's."""
         node = self._membership.read(read_node, record)
         return node is not None and self._mark.covers(node)
 
@@ -549,7 +550,7 @@ class Member:
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
-        """Have the heartbeat's mark stored before it is sent.
+        """Have the heartbeat's mark stored before the heartbeat is sent.
 
         If the journal does not answer, ask again with the next mark.
         """
@@ -578,7 +579,7 @@ class Member:
         self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
     def _beaten(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
-        """Take the answer to a heartbeat: this or an earlier attempt was executed, or the node was fenced."""
+        """Process the answer to a heartbeat: this or an earlier attempt was executed, or the node was fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         *_, held_records, clocks, epochs, joins, history = answer.found
         joined = joins[0] if joins else None
@@ -593,7 +594,7 @@ class Member:
         # No daemon writes an unreadable record. If this membership's record is unreadable, the next heartbeat rewrites
         # it.
         is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
-        # If another daemon wrote a readable record, it has the same node id. It has the record, so this daemon must
+        # If another daemon wrote a readable record, it has the same node id and owns the record, so this daemon must
         # leave.
         if record and not is_spoiled and not self._is_own(record):
             self._note(Note.DUPLICATE_NODE_ID, DUPLICATE_NODE_ID)
@@ -620,7 +621,7 @@ class Member:
             return
         if not self._membership.is_settled or self._epochs(epochs) is None:
             self._settle(epochs, answer.revision, now_ns)
-        # Compare the claims in etcd with the active leases. A lost claim may already be another node's, so this node
+        # Compare the claims in etcd with the active leases. Another node may already have a lost claim, so this node
         # must end all claimed leases.
         if lost := self._claims.sweep(held_records, answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is missing in etcd, although its lease is active")
@@ -643,7 +644,7 @@ class Member:
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
         """Return whether an operator renewed or deleted either key.
 
-        An unreadable horizon does not mean that an operator wants another one: members keep the one that they know.
+        An unreadable horizon does not mean that an operator set another one, so members keep the one that they know.
         """
         previous = "" if generation is None else read_generation(generation.value)
         if previous != self._identity.generation or horizon is None:
@@ -651,7 +652,7 @@ class Member:
         return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
 
     def _take_rate(self, rate: float | None) -> None:
-        """Use the rate of the other nodes' clocks, as their readings show it."""
+        """Use the rate of the other nodes' clocks, according to their readings."""
         # Compensate for the rate first. Then log a change between a known and an unknown rate.
         self._membership.make_up_for(1.0 if rate is None else rate)
         if rate is None and self._rate is not None:
@@ -661,7 +662,7 @@ class Member:
         self._rate = rate
 
     def _take_epochs(self, items: tuple[KeyValue, ...], revision: int) -> bool:
-        """Take the record that lets nodes claim names, with its epoch base.
+        """Process the record that lets nodes claim names, which contains the epoch base.
 
         Returns whether the membership may continue.
         """
@@ -702,7 +703,8 @@ class Member:
     def _settle(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
         """Let nodes claim names once all leases from before the generation have ended."""
         due_ns, write = self._missing_epochs(items, revision, now_ns)
-        # It is too early: some lease from before the generation may live. Tell this to clients that ask for a name.
+        # It is too early: some lease from before the generation may live. Clients that ask for a name get this as the
+        # reason.
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
@@ -732,7 +734,7 @@ class Member:
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
         """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
-        # From here on this membership is void, including its record and its knowledge of the store.
+        # From here on this membership is void, including its record and everything that it knew of the store.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
@@ -745,7 +747,7 @@ class Member:
         self._history.forget()
         self._claims.lose(forgets=reason in _FORGETS)
         self._quotas.lose(forgets=reason in _FORGETS)
-        # The store, or the machine, may be another one. So earlier observations of it are not valid either.
+        # The store or the machine may be another one, so earlier observations of the store are void too.
         if reason in _FORGETS:
             self._fences.forget()
             self._clocks.forget()
@@ -784,7 +786,7 @@ class Member:
     def _leave(self, now_ns: int) -> None:
         """Delete this node's record if no claims remain, so that others need not wait for this node."""
         self._has_left = True
-        # If a claim remains, the record must remain too: by the record other nodes know how long to wait for the claim.
+        # If a claim remains, the record must also remain: from it, other nodes know how long to wait for the claim.
         if self._phase is not _Phase.MEMBER or self._claims.live or self._quotas.has_entries:
             self._membership.effects.append(Stopped(has_left=False))
             return
@@ -822,13 +824,13 @@ class Member:
 
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._is_asking = False
-            # The membership has ended since, so the answer does not matter any more.
+            # The membership has ended since, so the answer no longer matters.
             if self._phase is not phase:
                 return
             if isinstance(outcome, TransactionAnswer):
                 on_answer(outcome, sent_ns, now_ns)
                 return
-            # There was no answer. Forget everything that only answers without a gap prove.
+            # There was no answer. Forget everything that only an unbroken series of answers proves.
             self._membership.member_since_ns = None
             self._foreign = None
             self._clocks.lose_slot()

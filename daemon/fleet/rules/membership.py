@@ -23,24 +23,25 @@ from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
-"""Part of the horizon after which a node counts as silent if its record was not changed."""
+"""Part of the horizon after which a node with an unchanged record counts as silent."""
 
 ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: use another node, or wait"
 """The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S
-"""Nanoseconds for which an unreadable value is reported after it was last read: no answer shows the member that the
-value was deleted."""
+"""Nanoseconds for which an unreadable value is reported after it was last read, because no answer shows the member that
+the value was deleted."""
 
 MAX_CLOCK_ERROR: Final = 1.25
-"""Maximum ratio of two clocks' rates that is compensated for: adjtimex(2) changes a rate by at most a tenth. Limits the
-effect of forged clock records: deadlines come at most a fifth earlier, and waits last at most a quarter longer."""
+"""Maximum ratio of two clocks' rates that is compensated for; adjtimex(2) changes a rate by at most a tenth. This
+limits the effect of forged clock records: deadlines come at most a fifth earlier, and waits last at most a quarter
+longer."""
 
 NO_REVISION: Final = -1
 """A revision that no key has. An absent key has revision 0."""
 
 OnOutcome = Callable[[Outcome, int, int], None]
-"""Takes a transaction's outcome, its sending time, and the time now."""
+"""Processes a transaction's outcome; also receives its sending time and the time now."""
 
 
 R = TypeVar("R")
@@ -68,17 +69,17 @@ class Membership:
 
     Attributes:
         instance: Random text of this run of the process, so that no two runs write the same nonce.
-        incarnation: Create revision of the node's record; 0: the node is not a member.
+        incarnation: Create revision of the node's record; 0 if the node is not a member.
         mod_revision: Mod revision of the node's record after its last heartbeat.
         horizon_ns: Deadline of claimed leases.
-        member_since_ns: Time since which every heartbeat was acknowledged; None: the last heartbeat was not.
+        member_since_ns: Time since which every heartbeat was acknowledged; None if the last one was not.
         revision: A revision that the store has reached.
         generation_revision: Mod revision of the generation key.
         epochs_revision: Mod revision of the key under which nodes may claim names.
         epoch_base: A claim's epoch is this plus its revision.
         is_settled: Whether nodes may claim names, because all leases from before the store's generation have ended.
-        earlier_leases_end_ns: When the leases of all earlier memberships with this node's id have ended, on any
-          daemon.
+        earlier_leases_end_ns: Time by which the leases of all earlier memberships with this node's id have ended, on
+            any daemon.
         is_suspect: Whether an answer suggested that this node has lost its membership, so that a heartbeat is sent at
           once.
         trouble: How claims are refused while this node is not a member.
@@ -115,7 +116,8 @@ class Membership:
         self.poll_ns = horizon_ns // 30
         """Pause between two attempts for a name that is taken."""
         self.retry_ns = horizon_ns // 60
-        """Pause after a lost answer, before the next attempt. Keeps a node from flooding an etcd without a leader."""
+        """Pause after a lost answer, before the next attempt, so that a node does not flood an etcd without a
+        leader."""
         self.rho = terms.rho
         self.dates = RevisionDates(self.poll_ns)
         self._unreadable = UnreadableRecords()
@@ -150,7 +152,7 @@ class Membership:
         A store that was restored to a state before this node's last heartbeat passes the comparisons, but its answer
         counts as lost.
         """
-        # `is_standing` takes the last three reads, in this order.
+        # `is_standing` uses the last three reads, in this order.
         floor = self.mod_revision
         compares = (*transaction.compares, *self.as_member())
         reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
@@ -168,7 +170,7 @@ class Membership:
 
     def is_standing(self, incarnation: int, answer: TransactionAnswer) -> bool:
         """Whether the comparisons hold for the results of the reads of `ask_as_member`."""
-        # An absent key has the revision 0, also in the comparisons.
+        # An absent key has revision 0, as in the comparisons.
         record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
         return (
             record is not None
@@ -184,18 +186,18 @@ class Membership:
     def is_over(self, now_ns: int) -> bool:
         """Whether no living lease depends on records that other runs wrote under this node's id.
 
-        While this node is not a member, another daemon may be, under its id. A daemon that continues as a member does
-        not know which writes its journal has lost.
+        While this node is not a member, another daemon may be one, under the same id. A daemon that continues as a
+        member does not know which writes its journal has lost.
         """
         # A member waits one more horizon after it joined. A node that is not a member knows nothing for certain.
         return self.incarnation > 0 and now_ns >= self.earlier_leases_end_ns
 
     def make_up_for(self, rate: float) -> None:
-        """Compensate for this node's clock, because by the others' readings their clocks run `rate` times as fast.
+        """Compensate for this node's clock: according to other nodes' readings, their clocks run `rate` times as fast.
 
-        Readings of others can only make deadlines earlier and waits longer, each by at most MAX_CLOCK_ERROR.
+        Their readings can only make deadlines earlier and waits longer, each by at most the factor MAX_CLOCK_ERROR.
         """
-        # If this clock is slow, its seconds are longer than the others', so its deadline must come earlier.
+        # If this clock is slow, its seconds are longer than other clocks' seconds, so its deadline must come earlier.
         self.cap_ns = int(self._honest_cap_ns / min(max(rate, 1.0), MAX_CLOCK_ERROR))
         # If this clock is fast, its seconds are shorter, so its waits must last longer.
         self.wait_ns = int(self._honest_wait_ns / max(min(rate, 1.0), 1 / MAX_CLOCK_ERROR))
@@ -215,7 +217,7 @@ class Membership:
         self._unreadable.add(item, reason, self.now_ns)
 
     def report_unreadable(self) -> None:
-        """Report unreadable values, if they differ from those of the last report."""
+        """Report unreadable values, if they have changed since the last report."""
         self._unreadable.forget_older(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
         # Report only a change, because this is called with every event.

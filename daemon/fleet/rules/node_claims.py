@@ -1,8 +1,8 @@
-"""Claims of names: at most one node has a name at a time, under an epoch that only rises.
+"""Claims of names. At most one node has a name at a time, under an epoch that only rises.
 
 One transaction makes a claim. Its conditions are that the name is absent, and that this node's record and the store's
-generation are those with which the node joined. The transaction's revision plus the fleet's base gives the epoch; the
-base rises whenever the revisions of a restored store are lower. If the answer is lost, the node repeats the attempt
+generation are still those with which the node joined. The transaction's revision plus the fleet's base gives the epoch;
+the base rises whenever the revisions of a restored store are lower. If the answer is lost, the node repeats the attempt
 with the same nonce: if the first one was executed, the repetition fails and reads the claim back. Nothing is granted
 until an answer shows the claim. Each heartbeat reads this node's claims and deletes those without a lease or a waiting
 request, however late an attempt was executed. A claim that this run did not make, and that this daemon does not know,
@@ -54,8 +54,8 @@ MAX_HOLDERS: Final = 1_024
 tenants' requests can take."""
 
 MAX_RELEASES: Final = 256
-"""Maximum number of claims that heartbeats delete at the same time. Stops someone who writes thousands of claims under
-this node's id from keeping the node busy with deletions."""
+"""Maximum number of claims that heartbeats delete at the same time, so that someone who writes thousands of claims
+under this node's id can't keep the node busy with deletions."""
 
 RETRY_AFTER_MS: Final = 1_000
 """Milliseconds after which a client should ask again for a name that is taken, or on a node that is cut off."""
@@ -68,7 +68,7 @@ class _ClaimRequest:
     Attributes:
         nonce: The nonce of all attempts.
         next_ns: When the next attempt is due.
-        refusal: Why the last attempt failed; None: no attempt was answered yet.
+        refusal: Why the last attempt failed; None if no attempt has been answered yet.
     """
 
     claim: ClaimWanted
@@ -79,7 +79,7 @@ class _ClaimRequest:
 
 
 class NodeClaims:
-    """Claims of this node, and requests for more."""
+    """This node's claims, and the requests for more."""
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, int] = {}
@@ -95,7 +95,7 @@ class NodeClaims:
     # --- requests of the broker ---
 
     def add_request(self, claim: ClaimWanted, now_ns: int) -> None:
-        """Take a request for a name; `advance` makes the first attempt."""
+        """Accept a request for a name. `advance` makes the first attempt."""
         if len(self._requests) >= MAX_REQUESTS:
             self._refuse(
                 claim, ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node, the maximum: use another node"
@@ -104,7 +104,7 @@ class NodeClaims:
         self._requests[claim.request] = _ClaimRequest(claim, self._membership.nonce(), now_ns)
 
     def drop(self, request: int) -> None:
-        """Forget a request. If its last attempt has claimed the name, or still does, the claim is deleted."""
+        """Forget a request. If its last attempt has claimed the name, or claims it later, the claim is deleted."""
         self._requests.pop(request, None)
 
     def end(self, name: str, epoch: int, now_ns: int) -> None:
@@ -120,11 +120,11 @@ class NodeClaims:
         self._release(*claim, now_ns)
 
     def restore(self, epochs: Mapping[str, int]) -> None:
-        """Take the broker's claims of the membership that continues."""
+        """Restore the broker's claims of the membership that continues."""
         self.live = {name: epoch - self._membership.epoch_base for name, epoch in epochs.items()}
 
     def lose(self, *, forgets: bool) -> None:
-        """Drop all claims. `forgets`: whether earlier claims may belong to another daemon, or to another store."""
+        """Drop all claims. `forgets` says whether earlier claims may belong to another daemon or another store."""
         self._former = frozenset() if forgets else frozenset(self.live.items())
         self.live = {}
 
@@ -173,7 +173,7 @@ class NodeClaims:
     def _answered(
         self, request: _ClaimRequest, incarnation: int, holder: str | None, outcome: Outcome, sent_ns: int, now_ns: int
     ) -> None:
-        """Take the outcome of an attempt made in that incarnation, which also read that holder's node."""
+        """Process the outcome of an attempt that was made in that incarnation and also read that holder's node."""
         request.is_asking = False
         claim = request.claim
         is_wanted = self._requests.get(claim.request) is request
@@ -192,12 +192,12 @@ class NodeClaims:
                 f"the fleet's store refused the claim; an operator must act: {outcome.reason}",
             )
             return
-        # A failed attempt may have found the claim of an earlier one that got no answer.
+        # A failed attempt may have found the claim of an earlier attempt that got no answer.
         revision = outcome.revision if outcome.succeeded else self._revision_of_mine(request, incarnation, outcome)
         if not revision:
             if is_wanted:
                 self._taken(request, holder, outcome, now_ns)
-        # The broker has given the request up, so the claim would block the name for nothing.
+        # The broker has dropped the request, so the claim would block the name for nothing.
         elif not is_wanted:
             self._release(claim.name, revision, now_ns)
         elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
@@ -234,8 +234,7 @@ class NodeClaims:
         record = self._claim(answer.found[0])
         if record is None:
             request.refusal = ClaimRefusal.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
-        # The claim is this node's own. It is from an earlier incarnation, or from an attempt of a request that has
-        # ended.
+        # The claim is this node's own, from an earlier incarnation or from a request that has ended.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
             is_earlier = record.incarnation != membership.incarnation
@@ -246,7 +245,8 @@ class NodeClaims:
             self._remember_holder(name, record.node_id)
             request.next_ns = now_ns
         else:
-            # The attempt read the holder's record: if it was silent for too long, fence it and take the name from it.
+            # The attempt read the holder's record. If the holder was silent for too long, fence it and take the name
+            # from it.
             holder_state = answer.found[1], answer.found[2]
             is_free, request.next_ns = self._fences.poll(record.node_id, record.incarnation, holder_state, now_ns)
             if is_free:
@@ -269,7 +269,7 @@ class NodeClaims:
         claimed = {}
         for item in items:
             if is_quotas(item.key, self._membership.node_id):
-                # QuotaShards handles those.
+                # QuotaShards handles entries of quotas.
                 continue
             name, claim_revision = held_name(item.key, self._membership.node_id), item.mod_revision
             if isinstance(name, Unreadable):

@@ -1,4 +1,4 @@
-"""Detects pauses of the whole machine, as far as its own readings show them.
+"""Detects pauses of the whole machine, as far as the machine's own readings show them.
 
 While a virtual machine is paused, migrated or restored from a snapshot, its clocks stop. So its membership deadline
 does not come closer, although other nodes may already serve its names. Afterwards two readings can show the pause, if
@@ -44,16 +44,16 @@ class MachineReading:
 
 
 def missed_ns(before: MachineReading, now: MachineReading) -> int | None:
-    """Return the least time for which the clocks stopped between two readings; None if the time is unknown.
+    """Return the minimum time for which the clocks stopped between two readings; None if the time is unknown.
 
     A delay of the reader makes the result smaller, never larger.
     """
     if now.generation_changes != before.generation_changes:
         return None
-    # The longest time that can have passed on this machine's clock, so that the difference is the shortest pause.
+    # Use the longest time that can have passed on this machine's clock, so that the difference is the shortest pause.
     elapsed_ns = now.ended_ns - before.began_ns
-    # Collect by how much each clock that runs during a pause has advanced. Processors that were added in between have
-    # no earlier reading.
+    # Collect how far each clock that runs during a pause has advanced. Processors that were added meanwhile have no
+    # earlier reading.
     outside_ns = [stolen - before.stolen_ns[cpu] for cpu, stolen in now.stolen_ns.items() if cpu in before.stolen_ns]
     if before.host_ns is not None and now.host_ns is not None:
         outside_ns.append(now.host_ns - before.host_ns)

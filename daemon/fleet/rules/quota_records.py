@@ -1,7 +1,7 @@
 """A tenant's quota in etcd: 16 shards, each with a part of the quota and the leases that count against it.
 
 The quota is the sum of the shards' budgets, all at least zero. An operator sets it for a tenant by name, or for all
-others by the default. Shards that were made from the default contain its revision.
+others with the default. Shards that were made from the default contain the default's revision.
 """
 
 import re
@@ -24,12 +24,12 @@ from gpulease.daemon.fleet.records.record_reader import (
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HELD_KEY_BYTES: Final = 4 << 10
-"""Longest key of an entry. A node's id has 255 bytes, and a tenant's name 192 if all of it is quoted."""
+"""Longest key of an entry. A node's id has at most 255 bytes, and a fully quoted tenant name 192."""
 
 _LEASE: Final = re.compile("[0-9a-f]{32}")
 
 SHARDS: Final = 16
-"""Parts of a quota. Nodes that use different parts never wait for each other."""
+"""Number of parts of a quota. Nodes that use different parts never wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class QuotaEntry:
 
 @dataclass(slots=True)
 class Shard:
-    """A part of a quota, as read at that revision.
+    """A part of a quota, as read at `mod_revision`.
 
     Attributes:
         mod_revision: Its revision; 0 if absent.
         used: Entries by lease, in 32 hexadecimal digits.
-        default_revision: Revision of the default that it was made from; 0: the quota is the tenant's own.
-        unreadable: Why its value is unreadable, so that nodes leave it alone; "" for a readable one.
+        default_revision: Revision of the default that the shard was made from; 0 if the quota is the tenant's own.
+        unreadable: Why its value is unreadable, so that nodes do not change it; "" if it is readable.
     """
 
     key: bytes
@@ -122,13 +122,13 @@ def tenant_of(key: bytes) -> str:
 
 
 def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
-    """Return the key of a quota entry in its node's list. Unlike a name's it contains a slash."""
+    """Return the key of a quota entry in its node's list. Unlike the key of a name, it contains a slash."""
     return held_key(node_id, f"{quote(tenant, safe='')}/{lease_id}")
 
 
 def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
     """Return tenant and lease of the quota entry with that key in its node's list."""
-    # Build the key again from its parts: only a key of our own form is the same.
+    # Build the key again from its parts. Only a key in our own form stays the same.
     quoted, _, lease_id = key.removeprefix(held_key(node_id)).decode(errors="replace").partition("/")
     tenant = unquote(quoted)
     if (
@@ -153,7 +153,7 @@ def _read_shard(item: KeyValue) -> Shard:
 
 
 def read_default(items: tuple[KeyValue, ...]) -> DefaultQuota | None:
-    """Read the quota of tenants without one of their own; None if etcd has no such record."""
+    """Read the quota of tenants without their own; None if etcd has no such record."""
     if not items:
         return None
     record = read_record(DefaultRecord, items[0].value)
@@ -169,7 +169,7 @@ def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]
 
 
 def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0) -> None:
-    """Set budgets with that sum. Used bytes come first: a lease keeps its bytes."""
+    """Set budgets with the sum `total_bytes`. Used bytes come first, so that a lease keeps its bytes."""
     listed = list(shards)
     used = [shard.used_bytes for shard in listed]
     # There is enough for all: each shard gets the bytes that it uses, and an equal part of the remaining bytes.
@@ -178,7 +178,7 @@ def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0)
     else:
         # The quota is smaller than its use: scale every budget down, so that none has free bytes.
         budgets = [size * total_bytes // sum(used) for size in used]
-    # Integer division leaves a rest. It goes to the first shard; if the quota is short, to shards that use more
+    # Integer division leaves a remainder. It goes to the first shard or, if the quota is short, to shards that use more
     # than their budget.
     rest_bytes = total_bytes - sum(budgets)
     for shard, size, budget_bytes in zip(listed, used, budgets, strict=True):

@@ -2,10 +2,10 @@
 
 A tenant's quota is the sum of 16 budgets, one for each shard. A node admits a lease against the budget of one shard,
 which the node's id selects, so that nodes seldom wait for each other. If that budget is too small, one transaction
-moves the missing bytes there from other shards, or half of what those have free if that is more. The sum stays the
-same. An entry has the lease's id as key: if an answer is lost, the node reads the entry back by that id. A node that
-gives up an entry rewrites the shard even if the entry is absent, so that no late attempt succeeds. Each heartbeat reads
-the node's entries and removes those without a lease or a waiting request, as it does with names.
+moves the missing bytes there from other shards, or half of their free bytes if that is more. The sum stays the same. An
+entry has the lease's id as key: if an answer is lost, the node reads the entry back by that id. A node that gives up an
+entry rewrites the shard even if the entry is absent, so that no late attempt succeeds. Each heartbeat reads the node's
+entries and removes those without a lease or a waiting request, as it does with names.
 
 Entries of a fenced node count for as long as its leases may live, like its claims of names.
 """
@@ -57,8 +57,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256
-"""Maximum number of leases of one tenant in one shard. With node ids of 128 characters the shard has 50 KB, which is
-less than the largest record that is read."""
+"""Maximum number of leases of one tenant in one shard. With node ids of 128 characters, the shard has 50 KB, less than
+the largest record that is read."""
 
 MAX_DROPS: Final = 64
 """Maximum number of entries of dead nodes that one attempt removes. Limits a transaction, like MAX_LOOKS."""
@@ -72,10 +72,10 @@ MAX_REQUESTS: Final = 1_024
 """Maximum number of claims of bytes that may wait on one node. Limits how often tenants can make a node ask etcd."""
 
 MAX_TENANTS: Final = 1_024
-"""Maximum number of tenants whose nodes are remembered from one request to the next. Bounds memory, whoever asks."""
+"""Maximum number of tenants whose nodes are remembered from one request to the next, to bound memory."""
 
 MAX_REMOVALS: Final = 256
-"""Maximum number of removals in progress that heartbeats begin. The reason is that of MAX_RELEASES."""
+"""Maximum number of removals in progress that heartbeats begin, for the reason given at MAX_RELEASES."""
 
 RETRY_AFTER_MS: Final = 1_000
 
@@ -85,7 +85,7 @@ class _BytesRequest:
     """A claim of bytes that the broker has requested.
 
     Attributes:
-        nodes: Nodes that have entries, and that are checked because no bytes are left.
+        nodes: Nodes with entries, which are checked because no bytes are left.
         may_be_written: Whether an attempt may have written the entry, or may still write it.
         refusal: Why the last attempt failed.
     """
@@ -121,7 +121,7 @@ class QuotaShards:
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, str] = {}
-        """Tenants of the leases that have bytes, by lease."""
+        """The tenant of each lease that has bytes."""
         self._former: frozenset[str] = frozenset()
         """Leases of this daemon's earlier memberships. They have ended."""
         self._membership = membership
@@ -131,7 +131,7 @@ class QuotaShards:
         """By tenant and lease, when to try to remove the entry. Does not include removals in progress."""
         self._removing: set[tuple[str, str]] = set()
         self._read_nodes: dict[str, tuple[str, ...]] = {}
-        """By tenant, the nodes to check, so that the next request can take the bytes of a dead node even if no request
+        """By tenant, the nodes to check, so that the next request can take a dead node's bytes even if no request has
         waited."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
@@ -141,7 +141,7 @@ class QuotaShards:
         return bool(self.live or self._endings or self._removing)
 
     def add_request(self, demand: QuotaWanted, now_ns: int) -> None:
-        """Take a request for bytes; `advance` makes the first attempt."""
+        """Accept a request for bytes. `advance` makes the first attempt."""
         # Check the limit before the request is kept.
         if len(self._requests) >= MAX_REQUESTS:
             self._refuse(
@@ -163,12 +163,12 @@ class QuotaShards:
             self.end(tenant, lease_id, now_ns)
 
     def end(self, tenant: str, lease_id: str, now_ns: int) -> None:
-        """Return a lease's bytes, with as many attempts as that takes."""
+        """Return a lease's bytes, with as many attempts as necessary."""
         self.live.pop(lease_id, None)
         self._endings[tenant, lease_id] = now_ns
 
     def restore(self, quotas: Mapping[str, str]) -> None:
-        """Take the broker's leases of the membership that continues: their tenants by lease."""
+        """Restore the broker's leases of the membership that continues: their tenants by lease."""
         self.live = dict(quotas)
 
     def lose(self, *, forgets: bool) -> None:
@@ -192,7 +192,7 @@ class QuotaShards:
             if not is_quotas(item.key, self._membership.node_id):
                 continue
             key = held_entry(item.key, self._membership.node_id)
-            # A key of ours that can't be read stays: it may be a newer version's.
+            # An unreadable key of this node stays, because a newer version may have written it.
             if isinstance(key, Unreadable):
                 self._membership.distrust(item, key.reason)
                 continue
@@ -212,8 +212,8 @@ class QuotaShards:
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
-        # Step 1: go through the waiting requests. One that has waited long enough is refused with its last reason, but
-        # gets at least one attempt.
+        # Step 1: go through the waiting requests. A request gets at least one attempt. After it has waited long enough,
+        # it is refused with its last reason.
         for request in list(self._requests.values()):
             if request.is_asking:
                 continue
@@ -231,7 +231,7 @@ class QuotaShards:
                 self._remove(*key, now_ns)
 
     def due_ns(self, now_ns: int) -> int | None:
-        """Return when `advance` has something to do; None if nothing is due by itself."""
+        """Return when `advance` next has something to do; None if it only has to wait for events."""
         # An attempt in progress needs no timer, because its answer is the next event.
         waiting = [request for request in self._requests.values() if not request.is_asking]
         deadlines = [max(request.demand.wait_until_ns, now_ns) for request in waiting]
@@ -264,7 +264,7 @@ class QuotaShards:
             self._refuse_at_once(request, ClaimRefusal.REJECTED, text, now_ns)
         elif quota is None:
             self._refuse_at_once(request, ClaimRefusal.NO_QUOTA, f"tenant {tenant!r} has no fleet quota", now_ns)
-        # Step 2: grant it if an earlier attempt without an answer has written the entry.
+        # Step 2: grant the request if an earlier attempt without an answer has written the entry.
         elif self._is_mine(quota.home.used.get(request.demand.lease_id)):
             self._grant(request, now_ns)
         else:
@@ -274,13 +274,13 @@ class QuotaShards:
             self._place(request, quota, now_ns)
 
     def _quota(self, tenant: str, answer: TransactionAnswer) -> _Quota | Unreadable | None:
-        """Return a tenant's quota, made from the default if it has none of its own; None without either."""
+        """Return a tenant's own quota, or one made from the default; None if there is neither."""
         shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
         # If one shard is unreadable, the sum is unknown, so nothing may be granted.
         if not has_sound_budgets(shards.values()):
             return Unreadable("a shard can't be read")
-        # Step 1: shards that an operator has set are the tenant's own, and the default does not count.
+        # Step 1: shards that an operator has set are the tenant's own, so the default does not count.
         if shards and not any(shard.default_revision for shard in shards.values()):
             default = None
         elif default and default.unreadable:
@@ -307,7 +307,7 @@ class QuotaShards:
         return entry is not None and entry.incarnation == self._membership.incarnation
 
     def _place(self, request: _BytesRequest, quota: _Quota, now_ns: int) -> None:
-        """Write a lease's entry into the home shard, moving budgets of others there if necessary."""
+        """Write a lease's entry into the home shard, and move budgets of other shards there if necessary."""
         # The sums over all shards: the bytes that the tenant may use, and those that it uses.
         membership, demand, home = self._membership, request.demand, quota.home
         shards = quota.shards.values()
@@ -332,7 +332,7 @@ class QuotaShards:
                     "of its quota, the maximum",
                 )
             foreign = {entry.node_id for shard in shards for entry in shard.used.values()}
-            # Nodes that the last attempt did not check come first, so that all get their turn.
+            # Nodes that the last attempt did not check come first, so that all are checked in turn.
             nodes = sorted(foreign - {membership.node_id}, key=lambda node: (node in request.nodes, node))[:MAX_LOOKS]
             request.next_ns = now_ns if nodes and not request.nodes else now_ns + membership.poll_ns
             request.nodes = tuple(nodes)
@@ -368,7 +368,7 @@ class QuotaShards:
 
     def _write(self, request: _BytesRequest, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
-        # Compare every shard that is written, and the default: if one has changed since, nothing is written.
+        # Compare every shard that is written, and the default. If one has changed since, nothing is written.
         compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
@@ -385,7 +385,7 @@ class QuotaShards:
             # Dropping the request has removed the entry, unless this attempt was executed after that. Remove it again.
             self.end(demand.tenant, demand.lease_id, now_ns)
         elif self._is_answer(outcome, request, now_ns):
-            # If this node is still a member, another node was faster: try again at once, because one of them always
+            # If this node is still a member, another node was faster. Try again at once, because one of them always
             # succeeds. If it is not a member, no attempt can succeed, and the next heartbeat shows that.
             request.next_ns = now_ns
             request.may_be_written |= outcome.succeeded
@@ -431,8 +431,8 @@ class QuotaShards:
             for lease_id, entry in list(shard.used.items()):
                 if len(quota.writes) >= MAX_DROPS:
                     return
-                # The lease of this node's own entry has ended if the entry's membership has, and if no other daemon can
-                # have the lease.
+                # The lease of this node's own entry has ended if the entry's membership has ended and no other daemon
+                # can have the lease.
                 if entry.node_id == membership.node_id:
                     is_known = lease_id in self._former
                     is_earlier = entry.incarnation != membership.incarnation
@@ -471,7 +471,7 @@ class QuotaShards:
             membership.ask(now_ns, transaction, on_written)
 
         def on_written(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-            # Repeat until it succeeds: an entry that stays would count against the tenant forever.
+            # Repeat until it succeeds, because an entry that stays would count against the tenant forever.
             self._removing.discard((tenant, lease_id))
             if not (isinstance(outcome, TransactionAnswer) and outcome.succeeded):
                 self._endings.setdefault((tenant, lease_id), now_ns + membership.retry_ns)

@@ -1,9 +1,9 @@
-"""Limits etcd's history: etcd keeps every write until a client compacts it, and heartbeats never end.
+"""Limits etcd's history, because etcd keeps every write until a client compacts it, and heartbeats never end.
 
 One key is the mark. If a member finds the mark unchanged for `history_s`, it rewrites the mark, on condition that the
 mark is still at that revision, and then removes the history before the old mark. So only one of the members does this,
-and newer history is kept. Each heartbeat reads the mark before the mark's age is checked, so once one member has
-rewritten it, others seldom try.
+and newer history is kept. Each heartbeat reads the mark before the mark's age is checked, so other members seldom try
+after one has rewritten it.
 """
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -25,14 +25,14 @@ class StoreHistory:
     """The mark, as this node last read it.
 
     Args:
-        history_s: Seconds of history that are kept; up to twice as many may remain. 0: this node compacts nothing.
+        history_s: Seconds of history that are kept; up to twice as many may remain. With 0, this node compacts nothing.
     """
 
     def __init__(self, membership: Membership, history_s: int) -> None:
         self._membership = membership
         self._history_ns = history_s * NS_PER_S
         self._mark: tuple[int, int] | None = None
-        """The mark's revision, and the time since which it is unchanged."""
+        """The mark's revision, and the time since which the mark is unchanged."""
         self._is_asking = False
 
     def read(self) -> Get:
