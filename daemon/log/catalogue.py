@@ -1,6 +1,6 @@
 """Every event that the daemon logs: its name, its level, its message and its fields.
 
-People search for names and make alerts of them, so names never change.
+People search for names and build alerts on them, so names never change.
 `daemon/manual/logs.md` has this table.
 """
 
@@ -26,10 +26,10 @@ class LogKind:
     """A kind of event.
 
     Attributes:
-        name: The subject, a dot, and what happened.
+        name: The subject, a dot, and the event.
         level: One of the levels of `logging`.
-        warns_of_failures: Whether those of its records that report a failure are warnings, whatever `level` is.
-        message: What happened, in words; no text of a tenant is in it.
+        warns_of_failures: Whether its records that report a failure are warnings, whatever `level` is.
+        message: A sentence about the event, without any text from a tenant.
         fields: Fields that its records may have, in addition to those of every record. `_s`, `_ms` and `_bytes` are
             units.
     """
@@ -130,7 +130,7 @@ class LogEvent(Enum):
         "the end of a submit can't be proved: its lease accepts no more submits",
         ("lease_id", "tenant", "reason"),
     )
-    # The end, in the order in which it happens.
+    # The end of a lease, in the order in which it happens.
     LEASE_WARNED = LogKind(
         "lease.warned",
         INFO,
@@ -297,7 +297,7 @@ class LogEvent(Enum):
     ZYGOTE_HUNG = LogKind(
         "zygote.hung", ERROR, "a zygote does not answer; it is killed, and its sessions with it", ("zygote_pid",)
     )
-    # --- the journal, the audit log and memory: each event that begins a trouble has one that ends it ---
+    # --- the journal, the audit log and memory: each event that begins a problem has one that ends it ---
     JOURNAL_FAILING = LogKind("journal.failing", ERROR, "the journal can't be written", ("reason",))
     JOURNAL_BACK = LogKind("journal.back", WARNING, "the journal can be written again")
     JOURNAL_SHORT = LogKind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))

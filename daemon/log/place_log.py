@@ -1,4 +1,4 @@
-"""Logs changes at the paths of Unix sockets: a socket or lock file that was removed, and made again."""
+"""Logs changes at the paths of Unix sockets: a socket or lock file was removed, or made again."""
 
 from typing import Final
 

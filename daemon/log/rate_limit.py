@@ -1,4 +1,4 @@
-"""Bounds on log lines that a peer can cause without end: a line now and then, and how many were left out."""
+"""Bounds on log lines that a peer can cause without end: a line now and then, with the number of suppressed lines."""
 
 import time
 from collections.abc import Callable
@@ -13,11 +13,11 @@ LINE_EVERY_S: Final = 1.0
 """The pause between two lines of a RateLimitedLog."""
 
 MAX_REASON_CHARS: Final = 200
-"""Maximum length of a logged reason, which may hold a peer's text."""
+"""Maximum length of a logged reason, in characters. A reason may contain a peer's text."""
 
 
 class RateLimit:
-    """Admits one line in `pause_s` seconds, and counts the lines between.
+    """Admits one line in `pause_s` seconds, and counts the other lines.
 
     Args:
         pause_s: Seconds from an admitted line to the next one.
@@ -29,7 +29,7 @@ class RateLimit:
         self._clock = clock
 
     def admit(self) -> int | None:
-        """Return how many lines were suppressed since the last one, or None to suppress this line too."""
+        """Return how many lines were suppressed since the last admitted line, or None to suppress this one too."""
         return self._budget.spend(round(self._clock() * NS_PER_S))
 
 

@@ -1,12 +1,12 @@
 """The log: events to records, records to lines, lines to standard error without waiting for their reader.
 
-**Lines.** A record is a line of JSON for programs, or a line for people. Text of a tenant, a kernel or a driver is
-always in a field. It is cut, and characters that a terminal would obey or that would begin another line are escaped.
-Other processes write to the same pipe, so a line fits one write that the kernel does not tear (pipe(7), PIPE_BUF).
+**Lines.** A record is a line of JSON for programs, or a line for people. Text from a tenant, a kernel or a driver is
+always in a field. It is cut, and characters that control a terminal or begin another line are escaped. Other processes
+write to the same pipe, so a line fits into one atomic write (pipe(7), PIPE_BUF).
 
-**Writing.** No caller ever waits for the reader. In the broker a thread writes a bounded queue. Processes that fork
-have no threads: they write at once if there is room. Lines without room are dropped and counted, and the count is
-logged once there is room again.
+**Writing.** No caller ever waits for the reader. In the broker, a thread writes lines from a bounded queue. Processes
+that fork have no threads, and write at once if there is room. Lines without room are dropped and counted, and the count
+is logged when there is room again.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
 
     Args:
         event: The event.
-        message: Replaces the event's own; no text of a tenant may be in it.
+        message: Replaces the event's own message. It must not contain text from a tenant.
         is_fault: Whether to add the traceback of the exception that is being handled.
-        fields: Fields of the event; None is left out. A lease's id is given as its number.
+        fields: Fields of the event; those that are None are left out. A lease's id is given as a number.
     """
     if not _log.isEnabledFor(event.level):
         return
@@ -72,7 +72,8 @@ def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = No
         level: The record's level; None for the event's own.
     """
     handlers = _root.handlers
-    # A broker has one handler, without filters, which needs no LogRecord: making one takes as long as writing the line.
+    # A broker has one handler, without filters. It needs no LogRecord, and making one takes as long as writing the
+    # line.
     if (
         len(handlers) == 1
         and isinstance(handler := handlers[0], QueueingHandler)
@@ -96,7 +97,7 @@ def _record(event: LogEvent, fields: dict[str, Value], level: int | None = None)
 
 
 class _EventRecord(logging.LogRecord):
-    """A record with copied constant members: `LogRecord` computes all for each record, which is as slow as the line."""
+    """A record with copied constant members. `LogRecord` computes all members, which is as slow as writing the line."""
 
     def __init__(self, event: LogEvent, fields: dict[str, Value], level: int) -> None:
         created_s = time.time()
@@ -114,11 +115,11 @@ def _constant_members(event: LogEvent, level: int) -> dict[str, object]:
 
 
 MAX_LINE_BYTES: Final = 4000
-"""Maximum number of bytes of one line with its newline and a syslog prefix: less than PIPE_BUF on Linux, 4,096."""
+"""Maximum number of bytes of one line, with its newline and a syslog prefix: less than PIPE_BUF on Linux, 4,096."""
 
 TEXT_LIMITS: Final = (1000, 200, 40)
-"""Maximum number of characters of a text in a line: the first of these numbers that makes the line short enough. Stops
-a tenant from filling a record."""
+"""Maximum numbers of characters of a text in a line, so that a tenant can't fill a record. The first number that makes
+the line short enough is used."""
 
 MAX_TRACEBACK_CHARS: Final = 2000
 """Maximum number of characters of a traceback, from its end, where the error is."""
@@ -127,11 +128,11 @@ MIN_REPEATED_CHARS: Final = 4
 """A shorter value is shown even if the message contains it: "1" is in any message."""
 
 MAX_CONSTANT_PARTS: Final = 256
-"""Maximum number of encoded parts of lines that are kept, one for each event and some of libraries' messages: half a
+"""Maximum number of encoded parts of lines that are kept, one for each event and some for libraries' messages: half a
 MiB at most."""
 
 _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-"""Priorities of syslog(3), as sd-daemon(3) has them."""
+"""Priorities of syslog(3), as in sd-daemon(3)."""
 
 _COLOUR: Final = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=str).encode
@@ -156,7 +157,7 @@ class JsonShape:
 
     Args:
         process: The name of this process, one of the daemon's.
-        for_journal: Whether lines begin with their priority, `<6>`, as systemd's journal takes it (sd-daemon(3)).
+        for_journal: Whether lines begin with their priority, such as `<6>`, for systemd's journal (sd-daemon(3)).
     """
 
     def __init__(self, process: str, *, for_journal: bool = False) -> None:
@@ -165,14 +166,14 @@ class JsonShape:
         self._constant: dict[tuple[LogEvent, int], tuple[bytes, bytes]] = {}
 
     def line(self, record: logging.LogRecord) -> bytes:
-        # Most records need no cutting or escaping; their lines are made the fast way.
+        # Most records need no cutting or escaping, so make their lines the fast way.
         event, fields = _event_and_fields(record)
         return self._plain_line(record, event, fields) or self._cut_line(record, event, fields)
 
     def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
         if isinstance(number := fields.get("lease_id"), int):
             fields["lease_id"] = lease_text(number) if number else None
-        # The members that all lines of an event and a level share are encoded once.
+        # Encode only once the members that all lines of an event and a level share.
         constant = self._constant.get((event, level))
         if constant is None:
             kind, name = event.kind, logging.getLevelName(level)
@@ -203,7 +204,7 @@ class JsonShape:
         prefix = _prefix(record.levelno) if self._for_journal else ""
         message = record.getMessage()
         text = ""
-        # Cut all texts to ever shorter lengths until the line fits; a line with the message alone always does.
+        # Cut all texts to ever shorter lengths until the line fits. A line with only the message always fits.
         for limit in TEXT_LIMITS:
             members["message"] = shown(message, limit)
             shown_fields = {name: _shown_value(value, limit) for name, value in fields.items() if value is not None}
@@ -219,13 +220,13 @@ def _joined(prefix: bytes, constant: bytes, created_us: int, fields: dict[str, V
     """Return a line with these members and fields if none of its texts has to be cut or escaped; otherwise b""."""
     try:
         members = _encode_plain(fields)
-        # Fields without a value are left out. Looking for one in the result is faster than looking at each field.
+        # Fields without a value are left out. Searching the result for one is faster than checking each field.
         if b":null" in members:
             fields = {name: value for name, value in fields.items() if value is not None}
             members = _encode_plain(fields)
     except ValueError:  # Half of a surrogate pair.
         return b""
-    # `shown` leaves each of these texts as it is, and JSON escapes none of them.
+    # `shown` would not change any of these texts, and JSON escapes none of them.
     if len(members) > TEXT_LIMITS[0] or not members.isascii():
         return b""
     if b"\\" in members or b"[" in members or b"\x7f" in members:
@@ -244,7 +245,7 @@ def _joined(prefix: bytes, constant: bytes, created_us: int, fields: dict[str, V
 @lru_cache(maxsize=MAX_CONSTANT_PARTS)
 def _constant_part(level: str, event: str, message: str, process: str, pid: int | None) -> bytes:
     """Encode members that the records of an event share."""
-    # Without the braces: the part goes into the middle of the object.
+    # Leave out the braces, because the part goes into the middle of the object.
     members = {"level": level.lower(), "event": event, "message": shown(message, TEXT_LIMITS[0])}
     return _encode(members | {"process": process, "pid": pid})[1:-1].encode()
 
@@ -273,7 +274,7 @@ class HumanShape:
             text = head + _message_and_fields(shown(message, limit), fields, limit)
             if len(text.encode()) < MAX_LINE_BYTES:
                 break
-        # Every line of a traceback has the priority too: the journal takes each line as an entry.
+        # Every line of a traceback also has the priority, because each line becomes an entry of the journal.
         traceback = fields.get("traceback")
         lines = [
             text,
@@ -288,18 +289,18 @@ class HumanShape:
 
 
 def shown(text: str, limit: int) -> str:
-    """Cut a text to `limit` characters, and escape those that a terminal would obey or take for another line.
+    """Cut a text to `limit` characters, and escape those that control a terminal or begin another line.
 
-    Control characters, and those that turn the direction of a line, are shown as Python's source writes them.
+    Control characters, and those that change a line's direction, are shown as escapes of Python source.
     """
-    # Nearly every text: two tests in C.
+    # Nearly every text returns here, after two tests in C.
     if len(text) <= limit and text.isprintable():
         return text
     return shortened(printable(text[: limit + 1], allowed="\t"), limit)
 
 
 def is_journal(fd: int) -> bool:
-    """Return whether systemd's journal reads `fd`: `JOURNAL_STREAM` names it then (systemd.exec(5))."""
+    """Return whether systemd's journal reads `fd`, which `JOURNAL_STREAM` then names (systemd.exec(5))."""
     named = os.environ.get("JOURNAL_STREAM", "")
     try:
         status = os.fstat(fd)
@@ -309,12 +310,12 @@ def is_journal(fd: int) -> bool:
 
 
 def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
-    """Return a record's event and fields; of a library's record, LOG_OTHER and the logger's name."""
+    """Return a record's event and fields; for a library's record, LOG_OTHER and the logger's name."""
     # Records of libraries have no fields of ours.
     own: tuple[str, dict[str, Value]] | None = getattr(record, ATTRIBUTE, None)
     event, fields = own or (LogEvent.LOG_OTHER.kind.name, {"logger": record.name})
     if record.exc_info and record.exc_info[0] is not None:
-        # The end of a traceback is kept: the error is there.
+        # Keep the end of a traceback, because the error is there.
         text = "".join(traceback.format_exception(*record.exc_info))
         fields = fields | {"traceback": text[-MAX_TRACEBACK_CHARS:].splitlines()}
     return event, fields
@@ -352,21 +353,21 @@ def _prefix(level: int) -> str:
 
 
 MAX_WAITING_BYTES: Final = 4 << 20
-"""Maximum number of bytes of waiting lines, about ten thousand. Stops a reader that stopped from filling the broker's
-memory."""
+"""Maximum number of bytes of waiting lines, about ten thousand lines, so that a stopped reader does not make them fill
+the broker's memory."""
 
 WRITE_BYTES: Final = 4096
 """Maximum number of bytes of one write: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
 
 GATHER_S: Final = 0.005
-"""How long the thread lets lines gather between two writes, in seconds. A request logs several lines, and to wake the
-thread for each of them takes the broker longer than to make the line."""
+"""How long the thread lets lines gather between two writes, in seconds. A request logs several lines, and waking the
+thread for each line takes the broker longer than making the line."""
 
 GATHERS: Final = 4
-"""Number of times in a row that the thread gathers no line before it sleeps until a line wakes it."""
+"""Number of times in a row that the thread finds no line before it sleeps until a line wakes it."""
 
 FLUSH_S: Final = 1.0
-"""The longest wait, at the daemon's end, for the reader to take the last lines."""
+"""The longest wait, at the daemon's end, for the reader to read the last lines."""
 
 
 class QueueingHandler(logging.Handler):
@@ -392,12 +393,12 @@ class QueueingHandler(logging.Handler):
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="gpul-log", daemon=True)
         start_thread(self._thread)
-        # Call this last: at its end, the interpreter closes every handler that is registered here, even a half-made
+        # Call this last, because the interpreter, when it ends, closes every handler registered here, even a half-made
         # one.
         super().__init__()
 
     def createLock(self) -> None:
-        """Share the lock of `emit`, which its callers may hold: Python 3.13 takes the handler's lock whatever it is."""
+        """Share the lock of `emit`, which its callers may hold: Python 3.13 always takes the handler's lock."""
         self.lock = self._lock
 
     def take_shape(self, shape: Shape) -> None:
@@ -406,11 +407,11 @@ class QueueingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Implement `logging.Handler.emit`. Never waits and raises nothing."""
         try:
-            # Hold the lock while formatting, too, so that lines are in the order of their times.
+            # Also hold the lock while formatting, so that lines are in the order of their times.
             with self._lock:
                 self._queue(self._shape.line(record))
         except Exception:
-            # Out of memory, or a record that can't be formatted: one line is lost.
+            # Memory ran out, or the record can't be formatted. Only this line is lost.
             self._dropped += 1
 
     def emit_event(self, event: LogEvent, fields: dict[str, Value], level: int) -> None:
@@ -435,10 +436,10 @@ class QueueingHandler(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, do not wait again."""
+        """Wait until all lines are written, at most FLUSH_S. After a wait that was too short, never wait again."""
         deadline_s = time.monotonic() + FLUSH_S
         with self._changed:
-            # Lines that were taken are not written yet, so the queue alone does not show that all is out.
+            # Lines that were taken may not be written yet, so an empty queue does not show that all lines are written.
             while (self._lines or self._is_writing) and not self._is_given_up:
                 self._is_given_up = not self._changed.wait(max(0.0, deadline_s - time.monotonic()))
 
@@ -448,8 +449,8 @@ class QueueingHandler(logging.Handler):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            # `logging.shutdown` holds this lock while it closes: waiting for the condition releases it for the thread,
-            # which a join would not. A thread that hangs in write(2) would make the wait hang too.
+            # `logging.shutdown` holds this lock while it closes. Waiting for the condition, unlike a join, releases the
+            # lock for the thread. If the thread hangs in write(2), do not wait.
             if not self._is_given_up:
                 self._changed.wait_for(lambda: self._has_ended, FLUSH_S)
         if self._has_ended:
@@ -458,7 +459,7 @@ class QueueingHandler(logging.Handler):
 
     def _run(self) -> None:
         while (lines := self._take()) is not None:
-            # After a piece of a line, the next line must begin a new one.
+            # After a torn line, end that line first.
             end_of_torn = b"\n" if self._is_torn else b""
             data = end_of_torn + lines
             written = self._write(data)
@@ -470,7 +471,7 @@ class QueueingHandler(logging.Handler):
     def _write(self, data: bytes) -> int:
         """Return how many bytes were written: fewer if the reader is gone or the disk is full (no log can say so)."""
         written = 0
-        # A write may take a part of the data, for example at a signal: continue with the rest.
+        # A write may be partial, for example because of a signal. Continue with the rest.
         with contextlib.suppress(OSError):
             while written < len(data):
                 written += os.write(self._fd, data[written:])
@@ -485,9 +486,9 @@ class QueueingHandler(logging.Handler):
                 self._dropped += self._dropped_in_write - 1
 
     def _take(self) -> bytes | None:
-        """Wait for lines, and return those of the next write; None once the handler is closed."""
+        """Wait for lines, and return those for the next write; None when the handler is closed."""
         with self._changed:
-            # The lines of the last call are out, so `flush` may return.
+            # The lines of the last call are written, so `flush` may return.
             self._is_writing = False
             self._changed.notify_all()
             while not self._lines and not self._is_closed:
@@ -503,7 +504,7 @@ class QueueingHandler(logging.Handler):
             self._dropped_in_write, self._dropped = self._dropped, 0
             if self._dropped_in_write:
                 chunk += self._shape.line(_dropped_record(self._dropped_in_write))
-            # As many whole lines as the kernel writes in one piece; a single line always fits.
+            # Take as many whole lines as the kernel writes in one piece. A single line always fits.
             while self._lines and (not chunk or len(chunk) + len(self._lines[0]) <= WRITE_BYTES):
                 line = self._lines.popleft()
                 self._waiting_bytes -= len(line)
@@ -541,10 +542,10 @@ class NonblockingHandler(logging.Handler):
         try:
             line = self._shape.line(record)
             count_line = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
-            # Together they are too long for one write, so write the count first.
+            # The count and the line are too long for one write, so write the count first.
             if len(count_line) + len(line) > WRITE_BYTES and self._end.write(count_line):
                 count_line, self._dropped = b"", 0
-            # Use a single write: a pipe may have room for only one more write, however short.
+            # Use a single write, because a pipe may have room for only one more write, however short.
             if self._end.write(count_line + line):
                 self._dropped = 0
             else:
@@ -561,8 +562,8 @@ class NonblockingWriter:
     """Writes to a file, pipe, socket or terminal without waiting.
 
     O_NONBLOCK would apply to every process that shares the descriptor, such as a shell. So a pipe or a terminal is
-    opened again (proc(5), /proc/PID/fd), where that is allowed and `reopens`. Else poll(2) shows whether there is room,
-    which another writer may take first.
+    opened again (proc(5), /proc/PID/fd), if that is allowed and `reopens` is true. Otherwise poll(2) shows whether
+    there is room, which another writer may use first.
     """
 
     def __init__(self, fd: int, *, reopens: bool = True) -> None:
@@ -573,8 +574,8 @@ class NonblockingWriter:
         if not reopens:
             return
         with contextlib.suppress(OSError):
-            # Three kinds of ends: a socket has a flag for each send; a pipe or a terminal is opened again, with
-            # O_NONBLOCK; anything else is polled before each write.
+            # There are three kinds of ends: a socket has a flag for each send; a pipe or a terminal is opened again,
+            # with O_NONBLOCK; anything else is polled before each write.
             mode = os.fstat(fd).st_mode
             if stat.S_ISSOCK(mode):
                 self._sock = socket.socket(fileno=os.dup(fd))
@@ -583,13 +584,13 @@ class NonblockingWriter:
 
     def write(self, line: bytes) -> bool:
         """Write a line and return whether there was room. The rest of a torn line goes before the next one."""
-        # The rest of a torn line goes first, or the next line would be appended to half of it.
+        # The rest of a torn line goes first, because otherwise the new line would be appended to half of it.
         data = self._torn_rest + line
         try:
             written = self._write(data)
         except OSError:
             return False
-        # Not even the remaining part of the torn line fitted. The new line was not begun, so it counts as dropped.
+        # Not even the rest of the torn line fitted. The new line was not begun, so it counts as dropped.
         if written < len(self._torn_rest):
             self._torn_rest = self._torn_rest[written:]
             return False
@@ -611,7 +612,7 @@ class NonblockingWriter:
             return os.write(self._own_fd, data)
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
-        # The same error that a descriptor with O_NONBLOCK gives.
+        # Raise the same error as a descriptor with O_NONBLOCK.
         if not poll.poll(0):
             raise BlockingIOError
         return os.write(self._fd, data)
@@ -625,19 +626,19 @@ FORMATS: Final = ("auto", "human", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 VARIABLE: Final = "GPULEASE_LOG"
-"""The environment variable that gives the daemon's own processes its style. The daemon ignores what others set."""
+"""The environment variable that passes the style to the daemon's own processes. The daemon itself ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogStyle:
-    """The form, one of `FORMATS`, and the least level, one of `LEVELS`. Auto: for people on a terminal, else JSON."""
+    """The form, one of `FORMATS`, and the lowest level, one of `LEVELS`. Auto: for people on a terminal, else JSON."""
 
     form: str = "auto"
     level: str = "info"
 
     def shape(self, process: str) -> Shape:
         """Return the shape of this process's lines on standard error."""
-        # Decide this for each process: a helper's standard error may lead elsewhere than the broker's.
+        # Decide this for each process, because a helper's standard error may lead elsewhere than the broker's.
         for_journal = is_journal(2)
         is_terminal = os.isatty(2)
         if self.form == "json" or (self.form == "auto" and not is_terminal):
@@ -653,7 +654,7 @@ def begin_logging(settings: LogStyle) -> None:
     _set_level(settings)
     shape = settings.shape("broker")
     root = logging.getLogger()
-    # A reload changes the handler that exists: a second one would log every line twice.
+    # A reload changes the existing handler, because a second one would log every line twice.
     for handler in root.handlers:
         if isinstance(handler, QueueingHandler):
             handler.take_shape(shape)
@@ -667,7 +668,7 @@ def go_on_logging(process: str, *, reopens: bool = True) -> None:
 
     Args:
         process: The name of the process.
-        reopens: False for a process that closes descriptors it does not know: it uses standard error alone.
+        reopens: False for a process that closes descriptors that it does not know, and so uses only standard error.
     """
     form, _, level = os.environ.get(VARIABLE, "").partition(",")
     # The variable may be set by another program; a wrong word must not prevent the start.
@@ -689,14 +690,14 @@ def stop_logging() -> None:
 
 
 def flush_logs() -> None:
-    """Wait for logged lines, before the caller writes to standard error itself."""
+    """Wait until logged lines are written, before the caller writes to standard error itself."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     sys.stderr.flush()
 
 
 def is_for_people() -> bool:
-    """Return whether people read the log, so that a daemon which ends gives its reason as a sentence."""
+    """Return whether people read the log, so that a daemon that ends gives its reason as a sentence."""
     return not is_journal(2) and os.environ.get(VARIABLE, "").partition(",")[0] != "json"
 
 
@@ -704,12 +705,12 @@ def _set_level(settings: LogStyle) -> None:
     # No line shows the thread or process: see "Optimization" in Python's Logging HOWTO.
     logging.logThreads = logging.logMultiprocessing = False
     logging.getLogger().setLevel(settings.level.upper())
-    # Below that level asyncio logs its own inner work.
+    # Below that level, asyncio logs its own internals.
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _log_uncaught() -> None:
-    """Log warnings and uncaught exceptions as events: Python's plain text would break the log's format."""
+    """Log warnings and uncaught exceptions as events, because Python's plain text would break the log's format."""
     logging.captureWarnings(True)
 
     def on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -727,7 +728,7 @@ def _log_uncaught() -> None:
 def _log_fault(operation: str, error: BaseException | None) -> None:
     try:
         if error is not None:
-            # Raise it again, because the traceback in a line is that of the exception being handled.
+            # Raise the error again, because a line contains the traceback of the exception that is being handled.
             raise error
     except BaseException:
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=operation)

@@ -46,19 +46,19 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HANDSHAKES: Final = 32
-"""Limit on the relays whose peer is not verified yet. An honest peer is unknown for one round trip. Stops peers
-that do not finish their handshakes from taking all relays."""
+"""Limit on the relays whose peer is not verified yet, so that peers that do not finish their handshakes can't take all
+relays. An honest peer is unknown for one round trip."""
 
 MIN_HANDSHAKE_S: Final = 0.5
-"""Seconds that each handshake gets at least. Afterwards it may be ended if other connections wait."""
+"""Minimum time of each handshake, in seconds. Afterwards it may be ended if other connections wait."""
 
 HANDSHAKE_CHECK_S: Final = 0.25
 """Seconds between two checks for handshakes to end, while other connections wait."""
 
 INNER_BUFFER_BYTES: Final = 512 << 10
-"""Limit on the bytes under way between a relay and the worker, in each direction. The kernel adds as many for its
-own bookkeeping, and allows at most net.core.wmem_max (socket(7)). If only one batch of the relay fitted, relay and
-worker would wait for each other in turn. Stops a peer that does not read from holding more of the host's memory."""
+"""Limit on the bytes under way between a relay and the worker, in each direction. A peer that does not read can't hold
+more of the host's memory. The kernel adds as many bytes for its own bookkeeping, and allows at most net.core.wmem_max
+(socket(7)). If only one batch of the relay fitted, relay and worker would wait for each other in turn."""
 
 SPARE_RELAYS: Final = 4
 """Number of relays that are kept ready for connections. A lease and its session take two connections; the other
@@ -72,9 +72,9 @@ NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """Seconds until the next accept, after this process had no descriptor left for a connection."""
 
 MAX_REFUSED_RELAYS: Final = 16
-"""Limit on the relays of one certificate's names beyond the tenant's own limit. The broker refuses the connections
-of these relays; each of them lives until its peer has read the refusal. Stops a tenant from taking everybody's relays
-by opening connections that are refused again and again."""
+"""Limit on the relays of one certificate's names beyond the tenant's own limit. The broker refuses the connections of
+these relays, each of which lives until its peer has read the refusal. The limit keeps a tenant from taking everybody's
+relays with connections that are refused again and again."""
 
 EXIT_BUG: Final = 70
 """EX_SOFTWARE of sysexits(3)."""
@@ -106,11 +106,11 @@ class Handshake:
     Attributes:
         pid: The relay's process.
         peer: The peer's address, for the log.
-        source: The source that the connection counts for, by `source_of`.
+        source: The source to which the connection counts, by `source_of`.
         report_channel: Carries the relay's report of its peer's certificate.
         inner: The far end of the relay's inner socket; the broker gets it with the report.
-        since_s: The time of its connection, by time.monotonic().
-        has_failed: Whether the handshake failed, and the relay lives only until the peer has read the alert.
+        since_s: The time of the connection, by time.monotonic().
+        has_failed: Whether the handshake failed, so that the relay lives only until the peer has read the alert.
     """
 
     pid: int
@@ -140,7 +140,7 @@ UNKNOWN: Final = CertificateHolder()
 
 
 def get_ready() -> None:
-    """Do once, before the first fork, the work that every relay would otherwise repeat: mainly imports.
+    """Do the work, mainly imports, that every relay would otherwise repeat. Call this before the first fork.
 
     Every relay inherits the objects that exist now. A frozen heap keeps the garbage collector from writing to, and so
     copying, their pages.
@@ -202,8 +202,8 @@ class TlsAcceptor:
         self._epoll.register(self._channel, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         while True:
-            # In each turn: first everything that is ready, then what became due, and last the relays for later
-            # connections.
+            # In each turn, handle first everything that is ready, then everything that is due, and last the spare
+            # relays.
             for fd, _ in self._epoll.poll(self._timeout_s()):
                 self._on_event(fd)
             self._pending.expire()
@@ -235,7 +235,7 @@ class TlsAcceptor:
             os.close(fd)
 
     def _timeout_s(self) -> float | None:
-        # Wake up for whatever is due first; without anything due, wait for a descriptor.
+        # Wake up for whatever is due first. If nothing is due, wait for a descriptor.
         timeouts = [self._pending.next_timeout_s]
         if self._ready:
             timeouts.append(HANDSHAKE_CHECK_S)
@@ -255,7 +255,7 @@ class TlsAcceptor:
             log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
             close_all(fds)
             return
-        # Keep the descriptor of a message that has one, and watch it from now on.
+        # If the message has a descriptor, keep and watch it.
         match message:
             case LivenessPing():
                 close_all(fds)
@@ -283,8 +283,8 @@ class TlsAcceptor:
         try:
             self._pending.accept(listener)
         except OSError as error:
-            # No descriptor is left: make room by evicting one connection, and accept no more for a moment. Otherwise
-            # epoll would report the same connection again at once.
+            # No descriptor is left. Evict one connection to make room, and accept no more for a moment; otherwise epoll
+            # would report the same connection again at once.
             self._refusals.add("a peer", f"no connection can be accepted: {error.strerror}")
             self._pending.evict_one("no file descriptors are left")
             self._watch_listeners(events=0)
@@ -321,7 +321,7 @@ class TlsAcceptor:
     # --- the node's certificate, and revoked ones ---
 
     def _reload_identity(self) -> None:
-        """Read the files again if they have changed. Without usable files it admits no peer."""
+        """Read the files again if they have changed. Without usable files, no peer is admitted."""
         if self._identity is not None and self._identity.is_current():
             return
         # Relays that wait have the old key and the old list of revoked certificates.
@@ -332,7 +332,7 @@ class TlsAcceptor:
             self._identity_problem = ""
         except BadIdentity as error:
             self._identity = None
-            # Log each reason once: this runs every second while connections are open.
+            # Log each reason only once, because this runs every second while connections are open.
             if str(error) != self._identity_problem:
                 self._identity_problem = str(error)
                 log_event(LogEvent.GATE_CLOSED, reason=str(error))
@@ -362,7 +362,7 @@ class TlsAcceptor:
     def _begin_handshakes(self) -> None:
         if not self._ready:
             return
-        # A certificate that was renewed or revoked must count for the very next connection.
+        # A renewed or revoked certificate must already count for the next connection.
         self._reload_identity()
         self._end_slow_handshakes()
         # Serve the source that has the fewest handshakes in progress, so that one host with many connections does not
@@ -405,7 +405,7 @@ class TlsAcceptor:
                 spare.close()
                 self._on_refused(connection, "its relay exited immediately")
                 return
-        # From here on the relay has the connection; this process closes its copy.
+        # From here on the relay has the connection, and this process closes its copy.
         self._wants_spare_relays = True
         self._relays[spare.pid] = UNKNOWN
         self._epoll.register(spare.report_channel, select.EPOLLIN)
@@ -415,12 +415,12 @@ class TlsAcceptor:
 
     def _fork_relay(self, identity: Identity) -> SpareRelay:
         """Fork a relay, which waits for its connection. Raises OSError if the host has no process or descriptor."""
-        # Two pairs of sockets: `inner` carries the tenant's frames, `report` the connection and the report about it.
-        # Any failure closes all four.
+        # Make two pairs of sockets: `inner` carries the tenant's frames, `report` the connection and the report about
+        # it. Any failure closes all four sockets.
         with contextlib.ExitStack() as undo:
             inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
             report, relays_report = (undo.enter_context(end) for end in channel_pair())
-            # Give both ends the same room; otherwise one direction of a session would be slower.
+            # Give both ends buffers of the same size; otherwise one direction of a session would be slower.
             for end in (inner, relays_inner):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, INNER_BUFFER_BYTES)
             # The relay must not pass descriptors to the broker or to this process.
@@ -438,7 +438,7 @@ class TlsAcceptor:
         return SpareRelay(pid, report, inner)
 
     def _keep_spares(self) -> None:
-        """Fork relays for the next connections, unless a present connection would have to wait for that."""
+        """Fork relays for the next connections, unless a present connection would have to wait for it."""
         if not self._wants_spare_relays or self._ready or self._identity is None:
             return
         # If a spare relay fails at once, do not fork another one before a connection needs it.
@@ -469,7 +469,7 @@ class TlsAcceptor:
             self._identity = None
             status = run_relay(inner, report, identity)
         except BaseException:
-            # This is a bug of ours. No code of the acceptor may continue in this process.
+            # This is a bug in the relay. No code of the acceptor may continue in this process.
             traceback.print_exc(file=sys.stderr)
         finally:
             with contextlib.suppress(OSError):
@@ -503,8 +503,8 @@ class TlsAcceptor:
 
     def _on_verified(self, handshake: Handshake, verified: PeerVerified) -> None:
         holder = CertificateHolder(verified.names, int(verified.serial, 16))
-        # The limit is on the certificate's names, because only the broker knows the tenant. Without it, connections
-        # that the broker refuses could take all relays.
+        # The limit applies to the certificate's names, because only the broker knows the tenant. Without it,
+        # connections that the broker refuses could take all relays.
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_relays_per_names:
             self._abort(handshake, f"the holder of {', '.join(holder.names)} has too many connections")
             return
@@ -517,7 +517,7 @@ class TlsAcceptor:
     def _abort(self, handshake: Handshake, reason: str) -> None:
         if not handshake.has_failed:
             self._refusals.add(handshake.peer, reason)
-        # A relay that has ended already is not killed: its process id may belong to another one.
+        # Do not kill a relay that has already ended, because its process id may belong to another process.
         if handshake.pid in self._relays:
             os.kill(handshake.pid, signal.SIGKILL)
         self._forget(handshake)

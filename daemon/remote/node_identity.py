@@ -1,9 +1,8 @@
 """The node's identity towards remote tenants, and the tenant that a certificate names.
 
-A certificate names its tenant by one subjectAltName, `URI:gpulease:tenant:NAME`. Where the settings have a table
-`[tenant_of_certificate]`, only the names in that table count. The certificate's subject is ignored. Refused are a
-certificate without such a name, one with several, one with a wildcard among its names, and a NAME that no tenant may
-have.
+A certificate names its tenant by one subjectAltName, `URI:gpulease:tenant:NAME`. If the settings have a table
+`[tenant_of_certificate]`, only the names in that table count. The certificate's subject is ignored. A certificate is
+refused if it has no such name, several of them, or a wildcard among its names, or if no tenant may have its NAME.
 
 OpenSSL checks lists of revoked certificates in handshakes only. `revoked_serials` reads their serial numbers, so that
 the acceptor can end connections that were open before.
@@ -25,7 +24,7 @@ TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 
 
 class NoTenant(Exception):
-    """A certificate names no tenant, or several; the message is a sentence for its holder."""
+    """A certificate names no tenant, or several. The message is a sentence for the certificate's holder."""
 
 
 def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
@@ -62,7 +61,7 @@ _FIELDS: Final = ("certificate", "key", "client_ca", "crl")
 
 
 class BadIdentity(Exception):
-    """The files can't be used; the message names them and the reason, for the operator."""
+    """The files can't be used. The message names them and the reason, for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class IdentityFiles:
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> Self:
-        """Return the files of a command line's arguments."""
+        """Return the files that a command line's arguments name."""
         certificate, key, client_ca, crl = arguments
         return cls(Path(certificate), Path(key), Path(client_ca), Path(crl) if crl else None)
 
@@ -95,9 +94,9 @@ class IdentityFiles:
 class Identity:
     """The node's certificate and key, the CAs it trusts, and the revoked certificates, as last read from the files.
 
-    A TLS connection keeps the context it began with. So that a relay can forget the node's key, a handshake begins with
-    a context without the key. It changes to the context with the key when OpenSSL lets the server choose a certificate,
-    on the tenant's first message, and changes back when it is done.
+    A TLS connection keeps the context that it began with. So that a relay can forget the node's key, a handshake begins
+    with a context without the key. When OpenSSL lets the server choose a certificate, on the tenant's first message,
+    the handshake changes to the context with the key. When it is done, it changes back.
 
     Attributes:
         revoked: Serial numbers of revoked certificates.
@@ -124,14 +123,14 @@ class Identity:
         return self._keyless.wrap_bio(incoming, outgoing, server_side=True)
 
     def forget_key(self, tls: ssl.SSLObject) -> None:
-        """Drop the node's key from this process after the handshake. OpenSSL overwrites the memory it frees."""
+        """Drop the node's key from this process after the handshake. OpenSSL overwrites the memory that it frees."""
         tls.context = self._keyless
         self._keyless.sni_callback = None
         self._keyed = None
 
 
 def server_context(files: IdentityFiles) -> ssl.SSLContext:
-    """Return the TLS context of a server that keeps its key: TLS 1.3, and a certificate of each peer.
+    """Return the TLS context of a server that keeps its key. It requires TLS 1.3, and a certificate of each peer.
 
     Raises BadIdentity.
     """
@@ -147,7 +146,7 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     # Trust the tenants' CAs alone, not those of the host.
     _load(context, files.client_ca, "client_ca")
-    # OpenSSL takes certificates and revocation lists from either file. Without one of them every tenant would be
+    # OpenSSL takes certificates and revocation lists from either file. Without a certificate, every tenant would be
     # refused.
     if not context.cert_store_stats()["x509"]:
         raise BadIdentity(f"client_ca {files.client_ca} contains no certificate")
@@ -184,7 +183,7 @@ def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
             raise BadIdentity(f"{subject} {path} is a folder: name a file")
         if not os.access(path, os.R_OK):
             raise BadIdentity(f"{subject} {path} can't be read by the daemon's user")
-    # Operators may give a key's group read access. Everybody who can read the key can pass for this node.
+    # Operators may give the key's group read access. Anyone who can read the key can pass for this node.
     if files.key.stat().st_mode & stat.S_IROTH:
         raise BadIdentity(f"key {files.key} can be read by all users: run chmod o-r on it")
     try:
@@ -221,7 +220,7 @@ _LONG_LENGTH: Final = 0x80
 
 
 def revoked_serials(pem: bytes) -> frozenset[int]:
-    """Return the serial numbers of all lists in a PEM file. Raises ValueError for a malformed list.
+    """Return the serial numbers in all lists of a PEM file. Raises ValueError for a malformed list.
 
     The structure is RFC 5280, 5.1: the first element of a CertificateList holds an optional version, an algorithm, an
     issuer, one or two times, and an optional sequence of entries. Each entry begins with its serial number.

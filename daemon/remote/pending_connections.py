@@ -6,8 +6,8 @@ with a ClientHello. Only then does the acceptor fork a relay for it.
 A record is five bytes (type, version, length) and its content (RFC 8446, 5.1). A client's first record holds its
 ClientHello, handshake message type 1 (section 4), or the beginning of it.
 
-Eviction closes the oldest connection of the source with the most connections. So a host that floods evicts only its
-own.
+Eviction closes the oldest connection of the source with the most connections. So a host that floods the node evicts
+only its own connections.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeVar
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_PENDING: Final = 256
-"""Maximum number of pending connections. One more evicts one of them."""
+"""Maximum number of pending connections. Another connection evicts one of them."""
 
 HELLO_TIMEOUT_S: Final = 5.0
 """Longest time, in seconds, from the connection to the end of its first record."""
@@ -55,7 +55,7 @@ class PendingConnection:
     Attributes:
         sock: The connected socket, nonblocking.
         peer: The peer's address, for the log.
-        source: The source that the connection counts for; `source_of` has the rule.
+        source: The source to which the connection counts, by `source_of`.
         since_s: The time of its arrival, by time.monotonic().
     """
 
@@ -74,8 +74,9 @@ class PendingConnections:
 
     Args:
         epoll: Watches the sockets; its owner calls `on_readable` with a ready descriptor.
-        on_hello: Gets a connection that began a handshake. Its bytes are still in the kernel, its socket is its own.
-        on_refused: Gets a connection that was closed, and the reason.
+        on_hello: Called with a connection that began a handshake. It then owns the socket, and the bytes are still in
+            the kernel.
+        on_refused: Called with a connection that was closed, and the reason.
     """
 
     def __init__(self, epoll: "select.epoll", on_hello: OnHello, on_refused: OnRefused) -> None:
@@ -127,10 +128,10 @@ class PendingConnections:
             self._remove(connection)
             self._on_hello(connection)
         elif connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != needed:
-            # The kernel wakes the acceptor again once the whole record is there.
+            # The kernel wakes the acceptor again when the whole record has arrived.
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
         else:
-            # This process was woken although fewer bytes have come than it waits for, so no more will come.
+            # This process was woken although fewer bytes have come than it waits for, so no more bytes will come.
             self._refuse(connection, "it closed the connection in the middle of its first message")
 
     def expire(self) -> None:
@@ -146,15 +147,15 @@ class PendingConnections:
     def _add(self, sock: socket.socket, peer: str, source: str) -> None:
         try:
             sock.setblocking(False)
-            # The kernel wakes the acceptor once it can decide (socket(7)), not for each byte of a slow peer.
+            # The kernel wakes the acceptor when it can decide (socket(7)), not for each byte of a slow peer.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEK_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._epoll.register(sock, select.EPOLLIN)
         except OSError:
             sock.close()
             return
-        # The new connection is the last in order. If there are too many, the largest source's oldest goes, perhaps this
-        # one.
+        # The new connection is the last in order. If there are too many, the oldest of the largest source is closed,
+        # perhaps this one.
         self._pending[sock.fileno()] = PendingConnection(sock, peer, source, time.monotonic())
         if len(self._pending) > MAX_PENDING:
             self.evict_one(f"more than {MAX_PENDING} connections have not begun their handshake")
@@ -193,18 +194,18 @@ def first_record_bytes(begin: bytes) -> int | None:
 
 
 class HasSource(Protocol):
-    """An item of the waiting room: it counts against the limit of the address that it came from."""
+    """An item that counts to the source that it came from."""
 
     @property
     def source(self) -> str:
-        """The address or site that it counts for, as `source_of` names it."""
+        """The address or site to which the item counts, by `source_of`."""
 
 
 Item = TypeVar("Item", bound=HasSource)
 
 
 def source_of(host: str) -> str:
-    """Return the source that an address counts for: an IPv4 address itself, an IPv6 address's site."""
+    """Return the source to which an address counts: an IPv4 address itself, or an IPv6 address's site."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return str(address)

@@ -1,9 +1,9 @@
 """A relay: one process, one remote tenant's TLS connection, from the fork to the end of the connection.
 
-The acceptor forks relays before their connections come: a fork and the confinement take longer than a handshake. A
-relay gives up everything but two sockets, waits for its connection, shakes hands, and reports its peer's certificate to
-the acceptor. Then it copies bytes between TLS and the inner socket. The inner socket's far end is the broker's and,
-after ATTACH, a worker's.
+The acceptor forks relays before their connections come, because a fork and the confinement take longer than a
+handshake. A relay gives up everything but two sockets, waits for its connection, does the handshake, and reports its
+peer's certificate to the acceptor. Then it copies bytes between TLS and the inner socket. The broker has the inner
+socket's far end, and after ATTACH a worker has it.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.protocol.fast_dataclass import dataclass
 
 HANDSHAKE_S: Final = 5.0
-"""Longest time, in seconds, from a whole ClientHello to the end of the handshake, one round trip. Stops a peer that
-begins and does not continue."""
+"""Longest time, in seconds, from a whole ClientHello to the end of the handshake, which takes one round trip. Bounds a
+peer that begins and does not continue."""
 
 STOPPED_S: Final = 0.5
 """If a step of the handshake exceeds its time by more than this, in seconds, then this process was stopped (a frozen
 container), or its host is overloaded. The time of the step then does not count against the peer."""
 
 MAX_STOPS: Final = 3
-"""Maximum number of steps of one handshake that do not count because this process was stopped. Keeps a peer from
-occupying a relay of an overloaded host.
+"""Maximum number of steps of one handshake that do not count because this process was stopped, so that a peer can't
+occupy a relay of an overloaded host.
 """
 
 WAIT_S: Final = 1.0
@@ -63,7 +63,7 @@ KEEPALIVE: Final = (
     # Milliseconds that sent bytes may stay unacknowledged.
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
 )
-"""The relay notices within two minutes that a tenant's host vanished (tcp(7))."""
+"""With these options, the relay notices within two minutes that a tenant's host is gone (tcp(7))."""
 
 
 class HandshakeFailed(Exception):
@@ -81,16 +81,16 @@ class RelayedTls:
 
 
 def preload() -> None:
-    """Import the modules that a relay needs later, because Landlock keeps it out of their folders."""
+    """Import the modules that a relay needs later, because Landlock will forbid access to their folders."""
     ssl.cert_time_to_seconds("Jan  1 00:00:00 2026 GMT")
 
 
 def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -> int:
-    """Wait for a connection and run its relay, in a process just forked. Returns the exit status.
+    """Wait for a connection and run its relay, in a newly forked process. Returns the exit status.
 
     Args:
         inner: The relay's end of the inner socket.
-        report: The channel to the acceptor: it brings the connection, and takes the report about its peer.
+        report: The channel to the acceptor, for the connection, and then for the report about its peer.
         identity: The node's identity. The acceptor sends no connection once the identity's files have changed.
     """
     # Step 1: give up everything before any byte of a peer arrives.
@@ -104,8 +104,8 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     net = _wait_for_connection(report)
     if net is None:
         return 0
-    # Step 4: shake hands, and read the peer's certificate. A peer that fails is reported and gets an alert; its bytes
-    # are never decrypted.
+    # Step 4: do the handshake, and read the peer's certificate. A peer that fails is reported and gets an alert; its
+    # bytes are never decrypted.
     stream = RelayedTls(net, tls, incoming, outgoing)
     try:
         _shake_hands(stream)
@@ -119,8 +119,8 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     # no secret of the node in it.
     identity.forget_key(stream.tls)
     gc.collect()
-    # From here on the process has the bytes of one tenant only, so it need not overwrite the memory that it frees: that
-    # would cost two overwrites for each batch.
+    # From here on the process has the bytes of only one tenant, so it need not overwrite the memory that it frees,
+    # which would cost two overwrites for each batch.
     stop_wiping()
     try:
         # Step 6: report the peer. The acceptor passes the inner socket's far end on to the broker.
@@ -136,7 +136,7 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
 
 
 def _wait_for_connection(report: socket.socket) -> socket.socket | None:
-    """Wait for the acceptor to send a connection; None if the acceptor is gone, or has no use for this relay."""
+    """Wait for the acceptor to send a connection; None if the acceptor is gone or no longer needs this relay."""
     try:
         received, fds = receive_message(report)
     except ChannelClosed:
@@ -157,7 +157,7 @@ def _wait_for_connection(report: socket.socket) -> socket.socket | None:
 
 
 class HandshakeTime:
-    """The time that the peer has for its part of the handshake: HANDSHAKE_S, without the time of stops.
+    """The time that the peer has for its part of the handshake: HANDSHAKE_S, not counting the time of stops.
 
     All waits share it, so a peer that sends byte after byte does not extend it.
     """
@@ -168,7 +168,7 @@ class HandshakeTime:
         self._stops = 0
 
     def count(self, at_most_s: float = 0.0) -> bool:
-        """Count the time since the last call, which should be at most `at_most_s`. Returns whether any is left."""
+        """Count the time since the last call, which should be at most `at_most_s`. Returns whether any time is left."""
         now_s = time.monotonic()
         took_s, self._counted_until_s = now_s - self._counted_until_s, now_s
         if took_s > at_most_s + STOPPED_S and self._stops < MAX_STOPS:
@@ -178,7 +178,7 @@ class HandshakeTime:
         return self.left_s > 0
 
     def wait(self, poll: select.poll) -> bool:
-        """Wait for the events that `poll` watches. Returns False if that does not come in time."""
+        """Wait for the events that `poll` watches. Returns False if none comes in time."""
         while self.count():
             wait_s = min(self.left_s, WAIT_S)
             is_ready = bool(poll.poll(wait_s * 1000))
@@ -203,7 +203,7 @@ def _shake_hands(stream: RelayedTls) -> None:
             raise HandshakeFailed(_reason(error)) from None
         else:
             is_done = True
-        # Send also when the handshake is done: the last messages are still in the buffer.
+        # Send even when the handshake is done, because the last messages are still in the buffer.
         _send_all(stream, time_left)
         if is_done:
             return
@@ -237,10 +237,10 @@ def _send_all(stream: RelayedTls, time_left: HandshakeTime) -> None:
 
 
 def _send_alert(stream: RelayedTls) -> None:
-    """Send the alert, if any, and wait for the peer to close: unread bytes at a close would discard the alert."""
+    """Send the alert, if any, and wait for the peer to close, because unread bytes at a close would discard it."""
     time_left = HandshakeTime(ALERT_LINGER_S)
     with contextlib.suppress(OSError, HandshakeFailed):
-        # First the alert and the end of our direction, then read until the peer closes too.
+        # First send the alert and end our direction, then read until the peer also closes.
         _send_all(stream, time_left)
         stream.net.shutdown(socket.SHUT_WR)
         poll = select.poll()
@@ -278,18 +278,18 @@ def _reason(error: Exception) -> str:
 
 
 BUFFER_BYTES: Final = 256 << 10
-"""Maximum number of bytes that are held in each direction, and that one recv takes. With room for fewer than 16
+"""Maximum number of bytes that are held in each direction, and that one recv returns. With room for fewer than 16
 records, waking up would cost more than copying."""
 
 RECORD_BYTES: Final = 16 << 10
-"""The most bytes that a record holds (RFC 8446, 5.1)."""
+"""Maximum number of bytes in a record (RFC 8446, 5.1)."""
 
 LINGER_S: Final = 5.0
 """Time, in seconds, for which the connection stays open at the end, so that the tenant can read the final reply."""
 
 SPIN_NS: Final = 50_000
-"""The time for which a relay with enough cores polls for the next bytes before it sleeps. A reply that comes in time
-saves two processes a wake-up."""
+"""The time for which a relay on a host with enough cores polls for the next bytes before it sleeps. A reply that comes
+in time saves two processes a wake-up."""
 
 _HANG_UP: Final = select.POLLHUP | select.POLLERR
 _MAX_POLL_S: Final = 3600.0
@@ -313,7 +313,7 @@ class Pump:
         tls: The connection's state, after its handshake.
         incoming: The buffer that `tls` reads; it may hold bytes that arrived during the handshake.
         outgoing: The buffer that `tls` writes.
-        ends: The time at which the connection is cut, by time.monotonic().
+        ends: The time at which the connection is closed, by time.monotonic().
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class Pump:
         self._plain = memoryview(bytearray(BUFFER_BYTES))
         self._undelivered = _NOTHING
         self._unsent = _NOTHING
-        # `*_ended`: that side sends no more. `*_closed`: the relay has ended its own stream to that side.
+        # With `*_ended`, that side sends no more. With `*_closed`, the relay has ended its own stream to that side.
         self._net_ended = self._inner_closed = self._inner_ended = self._net_closed = False
         self._poll = select.poll()
         self._masks = dict.fromkeys((net.fileno(), inner.fileno()), -1)
@@ -347,7 +347,7 @@ class Pump:
                     break
                 if not (self._pump_up() | self._pump_down()):
                     self._wait(min(left_s, _MAX_POLL_S))
-            # The time is over, or both directions are: send the peer close_notify.
+            # The time is over, or both directions have ended. Send the peer close_notify.
             self._close_net()
         except Broken:
             return
@@ -361,7 +361,7 @@ class Pump:
             self._receive()
         if self._undelivered:
             return self._deliver()
-        # Everything is delivered and no more will come: end the inner stream, too.
+        # Everything is delivered and no more will come, so also end the inner stream.
         if self._net_ended and not self._inner_closed:
             self._inner_closed = True
             with contextlib.suppress(OSError):
@@ -371,7 +371,7 @@ class Pump:
 
     @property
     def _is_reading_paused(self) -> bool:
-        """Whether the tenant must first read pending messages: TLS answers some of its messages (KeyUpdate)."""
+        """Whether the tenant must first read pending messages, because TLS answers some of its messages (KeyUpdate)."""
         return self._outgoing.pending > BUFFER_BYTES
 
     def _receive(self) -> None:
@@ -386,7 +386,7 @@ class Pump:
                 return
             except OSError as error:
                 raise Broken(error.strerror) from None
-            # An end of the socket counts even without close_notify: the frames before it are whole.
+            # The end of the socket counts even without close_notify, because the frames before it are whole.
             self._net_ended = not arrived
             self._incoming.write(self._raw[:arrived])
             count = self._decrypt()
@@ -400,7 +400,7 @@ class Pump:
                 # With a buffer, read() returns a count; its type stub says otherwise.
                 got = cast(int, self._tls.read(RECORD_BYTES, self._plain[count:]))
                 if not got:
-                    # close_notify; bytes after it are ignored.
+                    # This is close_notify. Bytes after it are ignored.
                     self._net_ended = True
                     break
                 count += got
@@ -420,7 +420,7 @@ class Pump:
         except BlockingIOError:
             return False
         except OSError:
-            # The inner end is gone. It may have sent its reason before, which is still to be read.
+            # The inner end is gone. It may have sent a reason before, which is still to be read.
             self._inner_closed = True
             self._undelivered = _NOTHING
             return True
@@ -430,7 +430,7 @@ class Pump:
     # --- to the tenant ---
 
     def _pump_down(self) -> bool:
-        # As in the other direction: take more only once everything before it is sent.
+        # As in the other direction, take more only when everything before it is sent.
         if not self._unsent and not self._outgoing.pending and not self._inner_ended:
             self._read_inner()
         if self._unsent or self._outgoing.pending:
@@ -451,7 +451,7 @@ class Pump:
             count = 0
         if not count:
             self._inner_ended = True
-        # Encrypt all of it, a record at a time.
+        # Encrypt all the bytes, one record at a time.
         at = 0
         try:
             while at < count:
@@ -472,7 +472,7 @@ class Pump:
         return True
 
     def _close_net(self) -> None:
-        """Send close_notify and end this direction. Bytes that the socket does not take at once are lost."""
+        """Send close_notify and end this direction. Bytes that the socket does not accept at once are lost."""
         if self._net_closed:
             return
         self._net_closed = True
@@ -489,7 +489,7 @@ class Pump:
     # --- waiting ---
 
     def _wait(self, timeout_s: float) -> None:
-        # Watch each socket only for bytes that can be moved now: a socket that is ready and not served would make
+        # Watch each socket only for bytes that can be moved now. A socket that is ready but not served would make
         # poll(2) return at once, again and again.
         self._watch(
             self._net,
@@ -528,7 +528,7 @@ class Pump:
 
 
 NOBODY: Final = 65534
-"""The user and group "nobody" on Linux hosts. A relay runs as them where the daemon is root."""
+"""The user and group "nobody" on Linux hosts, as which a relay runs if the daemon is root."""
 
 RELAY_NAME: Final = "gpul-relay"
 """The process name that ps(1) shows."""
@@ -537,8 +537,8 @@ SPARE_NAME: Final = "gpul-spare"
 """The name of a relay that has no connection yet."""
 
 MAX_DATA_BYTES: Final = 256 << 20
-"""Limit on a relay's private memory. An honest relay uses a few MiB. Stops a handshake that makes OpenSSL grow without
-end."""
+"""Limit on a relay's private memory, so that no handshake makes OpenSSL grow without end. An honest relay uses a few
+MiB."""
 
 _LIMITS: Final = (
     (resource.RLIMIT_CORE, 0),  # a core file would put the connection's keys on a disk
@@ -548,7 +548,7 @@ _LIMITS: Final = (
 
 
 def keep_only(descriptors: tuple[int, ...]) -> None:
-    """Close every descriptor but these and the standard three. The others belong to other tenants' connections."""
+    """Close every descriptor but these and the three standard ones. The others belong to other tenants' connections."""
     begin = 3
     for fd in sorted(descriptors):
         os.closerange(begin, fd)
@@ -557,14 +557,14 @@ def keep_only(descriptors: tuple[int, ...]) -> None:
 
 
 def confine(descriptors: tuple[int, ...]) -> None:
-    """Give up everything but these descriptors, and those that come on them, permanently.
+    """Permanently give up everything but these descriptors, and those that arrive on them.
 
     Raises OSError; the relay must then exit.
     """
     keep_only(descriptors)
     set_name(SPARE_NAME)
     gain_no_privileges()
-    # Drop the groups first: a process without root could not.
+    # Drop the groups first, because a process that is not root can't.
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -582,7 +582,7 @@ def confine(descriptors: tuple[int, ...]) -> None:
 def _restrict() -> None:
     """Forbid files, addresses, signals to others, and system calls that no worker needs, as far as this host can.
 
-    A relay shares its user with the workers where the daemon is root, and with the daemon where it is not.
+    If the daemon is root, relays and workers share a user. If not, relays run as the daemon's user.
     """
     try:
         # Landlock needs Linux 5.13; each of its later versions restricts more.

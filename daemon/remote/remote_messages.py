@@ -11,7 +11,7 @@
     relay     acceptor  PeerVerified, or PeerRefused
 
 A tenant may have taken over its relay, and then the acceptor. So each of the two receivers checks every bound. The
-broker keeps what RelayArrived says in its journal, for the next acceptor and the next daemon.
+broker keeps the content of RelayArrived in its journal, for the next acceptor and the next daemon.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from gpulease.daemon.contract.messages import LivenessPing
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_NAMES: Final = 64
-"""Maximum number of names of one certificate. No peer needs more; it bounds a relay's report to the acceptor."""
+"""Maximum number of names in one certificate, which bounds a relay's report to the acceptor. No peer needs more."""
 
 MAX_NAME_BYTES: Final = 512
 """Maximum length of one name; the longest DNS name has 253 bytes."""
@@ -79,7 +79,7 @@ class Listen(Message):
 
 @dataclass(frozen=True, slots=True)
 class LeftOverRelay(Message):
-    """An earlier acceptor left a relay: end it once its peer's certificate is revoked."""
+    """An earlier acceptor left a relay. End the relay if its peer's certificate is revoked."""
 
     OP: ClassVar[str] = "left_over"
     serial: Serial
@@ -135,7 +135,7 @@ class TakeConnection(Message):
 
 @dataclass(frozen=True, slots=True)
 class PeerVerified(Message):
-    """The handshake is done, and the peer's certificate holds."""
+    """The handshake is done, and the peer's certificate is valid."""
 
     OP: ClassVar[str] = "verified"
     names: Names
@@ -144,7 +144,7 @@ class PeerVerified(Message):
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused(Message):
-    """The handshake failed; `reason` is a clause for the operator."""
+    """The handshake failed. `reason` is a clause for the operator."""
 
     OP: ClassVar[str] = "failed"
     reason: Text

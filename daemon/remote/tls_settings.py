@@ -1,4 +1,4 @@
-"""The `[tls]` table as a value, and the rule for tenants' names, which certificates carry too."""
+"""The `[tls]` table as a value, and the rule for tenants' names, which also applies to certificates."""
 
 import re
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_values
 
 OVER_TCP: Final = "tcp"
-"""The tenant that all peers over plain TCP are."""
+"""The tenant of all peers over plain TCP."""
 
 RESERVED_TENANTS: Final = (OVER_TCP, "default", "gpuleased")
-"""Names that no tenant may have: "default" is the table for tenants without one, "gpuleased" the daemon itself in the
-audit log."""
+"""Names that no tenant may have. "default" is the table for tenants without one, and "gpuleased" is the daemon itself
+in the audit log."""
 
 NAME_KINDS: Final = ("URI:", "DNS:")
 """The kinds of names in a certificate that can be a tenant's: URIs and DNS names of its subjectAltName (RFC 5280,
@@ -40,7 +40,8 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
     if not isinstance(table, dict):
         raise must_be("a table", table)
     if not table:
-        # An empty table may be meant to admit no tenant, but it would let every certificate name its tenant itself.
+        # An operator may mean an empty table to admit no tenant, but it would let every certificate name its own
+        # tenant.
         raise ValueError(
             "it is empty: add a certificate, or leave the table out, so that certificates name their tenants themselves"
         )
@@ -61,7 +62,7 @@ def _read_operators(value: Any) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class TlsSettings:
-    """The `[tls]` table: how remote tenants reach the node, and how many of them."""
+    """The `[tls]` table: how remote tenants reach the node, and how many may connect."""
 
     certificate: Annotated[
         Path,
@@ -100,7 +101,7 @@ class TlsSettings:
 
 
 class _Connections(Protocol):
-    """Settings with bounds of connections, for all tenants and for one."""
+    """Settings with bounds on connections, for all tenants and for one."""
 
     @property
     def max_connections(self) -> int: ...
@@ -113,7 +114,7 @@ Bounded = TypeVar("Bounded", bound=_Connections)
 
 
 def fitting_connections(settings: Bounded) -> Bounded:
-    """Return settings in which the bound for one tenant does not exceed that for all, if only the latter was set."""
+    """Return settings whose bound for one tenant does not exceed the bound for all, if only the latter was set."""
     fitting = min(settings.max_connections, settings.max_connections_per_tenant)
     return replace(settings, max_connections_per_tenant=fitting)  # type: ignore[type-var]  # a dataclass
 

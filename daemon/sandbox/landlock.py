@@ -1,8 +1,8 @@
 """Landlock (landlock(7)): the files, devices, network and signals that a worker can reach.
 
-Landlock permanently forbids a process, and the threads that it starts later, to open things; open descriptors remain
-usable. A kernel supports the rights of its ABI version. The ruleset forbids all of these rights, and its rules allow
-exceptions.
+Landlock permanently forbids a process, and the threads that it starts later, to open files and devices; open
+descriptors remain usable. A kernel supports the rights of its ABI version. A ruleset forbids all of these rights, and
+its rules allow exceptions.
 """
 
 import ctypes
@@ -61,13 +61,13 @@ _CONNECT_TCP: Final = 0b10
 """LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP."""
 
 _ANY_PORT: Final = 0
-"""With this port, bind(2) takes a port that the kernel chooses; gRPC tests in this way whether the host has IPv6."""
+"""With this port, bind(2) uses a port that the kernel chooses. gRPC tests in this way whether the host has IPv6."""
 
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
 
-# The rights for each purpose of a path: to read it, to use a device, to name threads below /proc/self, to keep files in
-# a folder.
+# The rights for each use of a path: to read it, to use a device, to name threads below /proc/self, to keep files in a
+# folder.
 _READ: Final = PathAccess.READ_FILE | PathAccess.READ_DIR
 _USE: Final = PathAccess.READ_FILE | PathAccess.WRITE_FILE | PathAccess.READ_DIR | PathAccess.IOCTL_DEV
 _NAME_THREADS: Final = _READ | PathAccess.WRITE_FILE | PathAccess.TRUNCATE
@@ -122,7 +122,7 @@ class Reach:
     scope: bool = False
 
     def handled(self, version: int) -> PathAccess:
-        """Return the rights on files that a ruleset must forbid for this, of those in this version of the ABI."""
+        """Return the rights on files that a ruleset must forbid for this, as far as this ABI version has them."""
         handled = PathAccess(0)
         if self.files:
             # Begin with all rights of the first ABI, which are the bits below REFER. Add the later rights that this
@@ -172,7 +172,7 @@ def _rules(needs: SandboxNeeds) -> Iterator[tuple[Path, PathAccess]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
     try:
-        # O_PATH: a rule only refers to the path, which needs no right to read it.
+        # O_PATH suffices, because a rule only refers to the path.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         # A path that is missing, or that this user can't reach, needs no rule.
@@ -188,7 +188,7 @@ def _allow(ruleset: int, fd: int, access: PathAccess) -> None:
     # The kernel refuses a rule on a file with a right that only folders have (EINVAL).
     if not stat.S_ISDIR(os.fstat(fd).st_mode):
         access &= _OF_FILES
-    # A rule without rights is refused as well (ENOMSG).
+    # The kernel also refuses a rule without rights (ENOMSG).
     if access:
         rule = _PathBeneath(access, fd)
         system_call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.addressof(rule), 0)

@@ -1,4 +1,4 @@
-"""The sandbox's measures, the processes' needs, the operator's settings, and system calls that Python lacks."""
+"""The sandbox's measures, the needs of processes, the operator's settings, and system calls that Python lacks."""
 
 import ctypes
 import json
@@ -32,8 +32,8 @@ class SandboxNeeds:
         readable: Files, and folders with everything in them.
         devices: Device nodes for open and ioctl.
         own_process: Whether a worker uses its own folder under /proc, to read it and to set the names of its threads.
-        kept: Descriptors, open in the zygote, of folders where workers may make, read and remove files.
-        writable: Paths of folders where workers may do the same.
+        kept: Descriptors, open in the zygote, of folders in which workers may make, read and remove files.
+        writable: Paths of other folders in which workers may do so.
         private_bytes: The host memory that a worker may take; None if its slice is in host memory.
         tcp_ports: Ports that the process connects to over TCP. If there are any, the process may have TCP and UDP
           sockets, but accepts no connection.
@@ -49,7 +49,7 @@ class SandboxNeeds:
 
     @property
     def writes_files(self) -> bool:
-        """Whether workers may write to any folder; if not, the filter hides the calls that change a folder."""
+        """Whether workers may write to any folder. If not, the filter hides the calls that change folders."""
         return bool(self.kept or self.writable)
 
 
@@ -127,7 +127,7 @@ class SandboxSettings:
 
     Attributes:
         is_required: Whether the daemon refuses to start if a measure is unavailable.
-        user: The workers' user. If None, it is the default user if the daemon is root, else the daemon's own user.
+        user: The workers' user; None for the default user if the daemon is root, else for the daemon's own user.
         without: Measures that the operator has left out.
     """
 
@@ -137,7 +137,7 @@ class SandboxSettings:
 
     def to_text(self) -> str:
         """Return the settings as a command-line argument."""
-        # Sorted, so that equal settings have equal texts: a zygote with other settings is not reused.
+        # Sort, so that equal settings have equal texts, because a zygote with other settings is not reused.
         without = sorted(measure.value for measure in self.without)
         return json.dumps({"required": self.is_required, "user": self.user, "without": without})
 

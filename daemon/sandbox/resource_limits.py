@@ -12,23 +12,25 @@ from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DESCRIPTORS: Final = 4096
-"""Stops a worker that opens descriptors until the host has none left. A context has about 45, a connection 2 or 3."""
+"""Maximum number of open descriptors, so that a worker can't open all that the host has. A context has about 45, a
+connection 2 or 3."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""Stops a file that fills the host's memory or disk. An arena is a file in memory, so this limits arenas, too."""
+"""Maximum size of a file, so that no file fills the host's memory or disk. An arena is a file in memory, so this also
+limits arenas."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
-"""Stops a worker that locks memory so that it can't be swapped out. The driver pins memory for copies in another way,
-and the arena's size limits that."""
+"""Maximum number of bytes that a worker may lock in memory, where they can't be swapped out. The driver pins memory for
+copies in another way, which the arena's size limits."""
 
 MAX_THREADS_OF_USER: Final = 32_768
-"""Stops a worker that starts threads until the host has no process ids left. The kernel counts all threads of the
+"""Maximum number of threads, so that a worker can't use up the host's process ids. The kernel counts all threads of the
 workers' user, so one worker can use up the others' share. The filter keeps workers from starting processes."""
 
 OUT_OF_MEMORY_SCORE: Final = 500
-"""Added to the score by which the kernel chooses a process to kill when the host is out of memory
-(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all memory must be
-killed before the daemon."""
+"""Added to the score by which the kernel chooses a process to kill when the host runs out of memory
+(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all memory must be killed
+before the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +42,20 @@ class ResourceLimit:
 
 def limits_for(needs: SandboxNeeds) -> tuple[ResourceLimit, ...]:
     limits = [
-        # Stops a core file, which puts the session's memory on the host's disk.
+        # No core files, because they would put the session's memory on the host's disk.
         ResourceLimit("core", resource.RLIMIT_CORE, 0),
         ResourceLimit("descriptors", resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
         ResourceLimit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         ResourceLimit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
         ResourceLimit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
-        # Stops message queues, whose kernel memory outlives the process, and real-time threads that never yield their
-        # core.
+        # No message queues, because their kernel memory outlives the process, and no real-time threads, because they
+        # need never yield their core.
         ResourceLimit("message queues", resource.RLIMIT_MSGQUEUE, 0),
         ResourceLimit("real-time priority", resource.RLIMIT_RTPRIO, 0),
         ResourceLimit("raised priority", resource.RLIMIT_NICE, 0),
     ]
     if needs.private_bytes is not None:
-        # Stops a compiler that processes a hostile image from taking all the host's memory.
+        # A compiler that processes a hostile image must not take all of the host's memory.
         limits.append(ResourceLimit("private bytes", resource.RLIMIT_DATA, needs.private_bytes))
     return tuple(limits)
 

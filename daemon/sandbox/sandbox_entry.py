@@ -30,7 +30,7 @@ BY_LANDLOCK: Mapping[Measure, Reach] = {
     Measure.NETWORK: Reach(network=True),
     Measure.SCOPE: Reach(scope=True),
 }
-"""What the ruleset forbids for each measure. A worker's ruleset combines those of its measures."""
+"""The access that a ruleset forbids for each measure. A worker's one ruleset combines these for all of its measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SandboxPlan:
             kept_fds: The descriptors that the process keeps.
             parent_pid: The parent's process id.
 
-        Raises SandboxUnavailable if a measure fails. The process must end then.
+        Raises SandboxUnavailable if a measure fails. The process must then end.
         """
         for measure, step in self._before(tuple(kept_fds)):
             self._apply(measure, step)
@@ -93,7 +93,7 @@ class SandboxPlan:
             yield Measure.INSPECTION, never_dump
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, partial(impose, limits_for(self.needs))
-        # Use one ruleset for all four measures: each further one would count towards Landlock's limit of 16 layers.
+        # Use one ruleset for all four measures, because each ruleset counts towards Landlock's limit of 16 layers.
         reach = Reach(
             files=Measure.FILES in self.measures,
             devices=Measure.DEVICES in self.measures,

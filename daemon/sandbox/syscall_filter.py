@@ -51,7 +51,7 @@ X32_BIT: Final = 0x40000000
 
 
 def fail(errno: int) -> int:
-    """Return the action that does not make the call, but returns this error."""
+    """Return the action that skips the call and returns this error."""
     return _FAIL | errno
 
 
@@ -61,13 +61,13 @@ def result(action: int) -> Code:
 
 
 def head(architecture: int) -> Code:
-    """Return instructions that end a process that makes calls of another ABI, and otherwise load the call's number."""
+    """Return instructions that end the process if the call is of another ABI, and otherwise load the call's number."""
     return [
         # Numbers have a meaning only within one ABI, so calls of another ABI are handled before any comparison.
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_IF_EQUAL, 1, 0, architecture),
         *result(KILL),
-        # x32 shares the architecture's value, and is distinguished by a bit of the number.
+        # The x32 ABI has the same architecture value; a bit of the number distinguishes it.
         (_LOAD, 0, 0, _NUMBER_AT),
         (_IF_NOT_LESS, 0, 1, X32_BIT),
         *result(KILL),
@@ -85,7 +85,7 @@ def beyond(number: int, action: int) -> Code:
 
 
 def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, mask: int = 0xFFFFFFFF) -> Code:
-    """Return a branch on the low half of an argument: of an int argument, the kernel reads only that half."""
+    """Return a branch on the low half of an argument, because the kernel reads only that half of an int."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     for value in values:
         # Each comparison jumps over its own result if it fails.
@@ -474,14 +474,14 @@ of the same user when a descriptor becomes ready."""
 
 _PRCTL: Final = (15, 16, 0x53564D41)
 """PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. PR_SET_PDEATHSIG and PR_SET_DUMPABLE are missing: the first would let a worker
-outlive its zygote, the second would make it traceable."""
+outlive its zygote, and the second would make the worker traceable."""
 
 _SOCKET_KIND: Final = 0xF
 """The bits of a socket's type; the other bits are flags."""
 
 
 class NoFilter(Exception):
-    """There is no filter for this machine; the message says why."""
+    """There is no filter for this machine, for the reason in the message."""
 
 
 def install(*, writes_files: bool, connects: bool = False) -> None:
@@ -496,18 +496,18 @@ def install(*, writes_files: bool, connects: bool = False) -> None:
 
 
 def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes:
-    """Return the filter for the process of that id. Raises NoFilter.
+    """Return the filter for the process with the id `pid`. Raises NoFilter.
 
     Args:
-        pid: The process.
+        pid: The process's id.
         writes_files: Whether the process creates and removes files in its own folder.
         connects: Whether the process connects to others over the network; such a process does not listen.
     """
     machine = platform.machine()
     if machine != MACHINE:
         raise NoFilter(f"the machine must be {MACHINE} for a filter, not {machine}")
-    # The order matters. Calls of another ABI come first, then calls that depend on their arguments, because some of
-    # these are the most frequent, then the lists, and at the end all calls that are newer or unknown.
+    # The order matters. Calls of another ABI come first; then calls that depend on their arguments, because some of
+    # these are the most frequent; then the lists; and at the end all calls that are newer or unknown.
     code = head(_X86_64)
     by_arguments = _by_arguments(pid, writes_files=writes_files) | dict(_TO_CONNECT if connects else {})
     for name, then in by_arguments.items():
@@ -527,12 +527,12 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
     """Return the instructions for calls that are allowed only with some arguments, by the calls' names."""
     own_pid = (pid,)
     unix = unless_argument(0, (socket.AF_UNIX,))
-    # A datagram socket can send to any other; a stream or seqpacket socket only to its peer.
+    # A datagram socket can send to any other socket; a stream or seqpacket socket, only to its peer.
     pair = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
     return {
         "ioctl": if_argument(1, (*_TERMINAL_INPUT, *_SIGNAL_OWNERS_BY_IOCTL), _DENY, ALLOW),
         "fcntl": if_argument(1, _SIGNAL_OWNERS_BY_FCNTL, _DENY, ALLOW),
-        # Threads, but no processes. A filter can't read clone3's arguments, so that call fails with ENOSYS.
+        # Allow threads but no processes. A filter can't read clone3's arguments, so that call fails with ENOSYS.
         "clone": if_argument(0, (_CLONE_THREAD,), ALLOW, _DENY, _CLONE_THREAD | _CLONE_NAMESPACES),
         "socket": unix + if_argument(1, (socket.SOCK_SEQPACKET,), ALLOW, _DENY, _SOCKET_KIND),
         "socketpair": unix + if_argument(1, pair, ALLOW, _DENY, _SOCKET_KIND),
@@ -553,11 +553,11 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
 
 _TO_CONNECT: Final[Mapping[str, Code]] = MappingProxyType(
     {
-        # No local sockets: with them, the process could connect to the broker and other services.
+        # Allow no local sockets, because with them the process could connect to the broker and other services.
         "socket": unless_argument(1, (socket.SOCK_STREAM, socket.SOCK_DGRAM), _SOCKET_KIND)
         + if_argument(0, (socket.AF_INET, socket.AF_INET6), ALLOW, _DENY),
         "connect": result(ALLOW),
         **dict.fromkeys(("listen", "accept", "accept4"), result(_DENY)),
     }
 )
-"""The instructions that replace a worker's in a process that connects to others over the network."""
+"""The instructions that replace a worker's instructions in a process that connects to others over the network."""

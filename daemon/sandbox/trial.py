@@ -1,7 +1,7 @@
 """Tests the sandbox on this host's kernel: a forked process applies one measure after another.
 
-A measure counts as on if the kernel accepted it and an attempt to break it failed. The zygote runs the test before it
-forks a worker, because it has one thread, and its workers have its privileges.
+A measure counts as on if the kernel accepted it and an attempt to break it failed. The zygote runs the test, before it
+forks a worker, because it has only one thread and the privileges with which workers begin.
 """
 
 import contextlib
@@ -54,14 +54,14 @@ _LEFT_OUT: Final = "left out by sandbox_without"
 
 
 class _Missing(Exception):
-    """This host lacks a measure; the message states the reason."""
+    """This host lacks a measure, for the reason in the message."""
 
 
 def prepare(
     settings: SandboxSettings, needs: SandboxNeeds, keep_for: Callable[[int], tuple[int, ...]]
 ) -> tuple[SandboxPlan, list[MeasureFinding]]:
     """Test the sandbox, and return the plan for workers and the findings. Raises SandboxUnavailable."""
-    # Step 1: the workers' user, and the folders that this user must be able to write to.
+    # Step 1: find the workers' user, and the folders to which this user must be able to write.
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
     # Step 2: try all measures in a child process, because none of them can be undone.
@@ -104,7 +104,7 @@ def _identity(settings: SandboxSettings, needs: SandboxNeeds) -> tuple[WorkerIde
 def _try_out(
     settings: SandboxSettings, needs: SandboxNeeds, identity: WorkerIdentity | None, reason: str
 ) -> list[MeasureFinding]:
-    # The child reports through a pipe; its exit status shows whether it got that far.
+    # The child reports through a pipe. Its exit status shows whether it got that far.
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -151,7 +151,7 @@ def _run_trial(
 
 
 class _Trials:
-    """The tests, one per measure: each applies the measure, tries to break it, and returns its extent, or raises."""
+    """The tests, one per measure. Each applies the measure, tries to break it, and returns its extent or raises."""
 
     def __init__(self, needs: SandboxNeeds, identity: WorkerIdentity | None, reason: str, writing: int) -> None:
         self._needs = needs
@@ -180,7 +180,7 @@ class _Trials:
         return "standard error, the channel, the control pages"
 
     def _user(self) -> str:
-        # These two need privileges that the process loses when it changes its user.
+        # The next two calls need privileges that the process loses when it changes its user.
         prefer_oom_kill()
         bound_capabilities()
         if self._identity is None:
@@ -213,7 +213,7 @@ class _Trials:
     def _landlock(self, measure: Measure) -> str:
         needed_abi = _ABI_OF[measure]
         try:
-            # Fails if Landlock is missing from the kernel, and if it is built in but not enabled.
+            # This fails if the kernel lacks Landlock, or has it but did not enable it.
             version = abi()
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):

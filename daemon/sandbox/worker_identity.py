@@ -1,6 +1,6 @@
 """A worker's user, groups, capabilities and descriptors: the workers' user, the devices' groups, and nothing else.
 
-Workers share one user. They can't trace or open each other, because they are undumpable, and both Landlock and the
+Workers share one user. They can't trace or open each other, because they are not dumpable, and both Landlock and the
 filter stop their signals. The zygote keeps the daemon's user: if it ran as the workers' user, any worker could signal
 it on a kernel that lacks both.
 """
@@ -48,7 +48,7 @@ _MAX_CAPABILITIES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """The workers' user. `groups`: the groups that it needs for the devices, in addition to its own."""
+    """The workers' user. `groups` are the groups that it needs for the devices, in addition to its own group."""
 
     name: str
     uid: int
@@ -72,7 +72,7 @@ def identity_of(name: str, devices: tuple[Path, ...]) -> WorkerIdentity:
 def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...]:
     """Return the groups that can read and write the devices.
 
-    Root's group is refused, because it opens too much else.
+    Root's group is refused, because it gives access to too much else.
     """
     groups = set()
     for device in devices:
@@ -81,7 +81,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
         except FileNotFoundError:
             continue
         mode = status.st_mode
-        # No group is needed for a device that all users, or this one, can open.
+        # A device that all users, or this user, can open needs no group.
         if not stat.S_ISCHR(mode) or mode & 0o006 == 0o006 or status.st_uid == uid:
             continue
         if mode & 0o060 != 0o060 or status.st_gid == 0:
@@ -95,7 +95,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
 
 def become(identity: WorkerIdentity) -> None:
     """Change to that user permanently. Clears the signal for the parent's death (prctl(2)). Raises OSError."""
-    # Change the user last: after that, the groups can't be changed any more.
+    # Change the user last, because afterwards the groups can't be changed.
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
@@ -105,7 +105,7 @@ def become(identity: WorkerIdentity) -> None:
 
 
 def bound_capabilities() -> None:
-    """Empty the capability sets that an exec could use, as far as this process may. Raises OSError."""
+    """Empty the capability sets that an exec could use, as far as this process is allowed to. Raises OSError."""
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(_MAX_CAPABILITIES):
         try:
@@ -123,7 +123,7 @@ def drop_capabilities() -> None:
     """Drop every capability (capset(2)). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    # Effective, permitted and inheritable sets: 32 capabilities each, then the next 32.
+    # The effective, permitted and inheritable sets, first of 32 capabilities, then of the next 32.
     if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

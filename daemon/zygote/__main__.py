@@ -1,8 +1,8 @@
 """`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX [LISTENER_FD]`: only the broker starts it.
 
-The zygote imports all modules that a context needs, and forks a worker for each request. It never calls cuInit: a CUDA
-driver that was initialised does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after
-initialisation is unsupported). It is single-threaded, so that a fork copies a process in which no lock is held.
+The zygote imports all modules that a context needs, and forks a worker for each request. It never calls cuInit: an
+initialised CUDA driver does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after initialisation
+is unsupported). It is single-threaded, so that a fork copies a process in which no lock is held.
 
 Without a listener the zygote dies with its broker. With one it outlives the broker, keeps its workers and ends their
 leases (see `worker_table`), and passes them to the next broker that connects.
@@ -73,7 +73,7 @@ HANDOVER_TIMEOUT_S: Final = 30.0
 """Longest time for a new broker to read one message, so that a broker that hangs does not delay the ends of leases."""
 
 MAX_POLL_MS: Final = 3_600_000
-"""Longest single poll: its milliseconds must fit a C int."""
+"""Longest single poll, because its milliseconds must fit into a C int."""
 
 
 def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, listener_fd: int = -1) -> int:
@@ -152,7 +152,7 @@ def _serve(zygote: "Zygote", channel: socket.socket, listener: socket.socket | N
         if listener is None:
             return 0
     try:
-        # Here, too, a close of a descriptor that a worker sent its broker can block.
+        # Here, too, closing a descriptor that a worker sent to its broker can block.
         with interrupting_closes():
             zygote.run()
     except ChannelClosed:
@@ -217,8 +217,8 @@ class Zygote:
                 return
             now_ns = time.monotonic_ns()
             self._restore_listener(now_ns)
-            # Step 2: end leases. While there is a broker, end only those that it should have ended a second ago;
-            # otherwise all that are due.
+            # Step 2: end leases. While there is a broker, end only the leases that it should have ended a second ago;
+            # otherwise end all that are due.
             has_broker = self._channel is not None
             due_ns = self._workers.end_overdue(now_ns) if has_broker else self._end_due(now_ns)
             # Step 3: compute the next wake-up. A time in the past means that this process must end.
@@ -297,7 +297,7 @@ class Zygote:
             self._on_message(parse_message(TO_ZYGOTE, message), fds)
 
     def _on_message(self, message: ToZygote | None, fds: list[int]) -> None:
-        # Each case owns the descriptors that came with the message; the others close them at the end.
+        # A case that uses the descriptors of its message owns them; the other descriptors are closed at the end.
         match message:
             case WorkerSpec() as spec:
                 self._fork(spec, fds)
@@ -328,12 +328,13 @@ class Zygote:
         try:
             self._outbox.send(message.to_map(), fds)
         except ChannelClosed:
-            # The broker's last messages may still wait here. After them, `_serve_broker` finds that the broker is gone.
+            # The broker's last messages may still be waiting. After them, `_serve_broker` finds that the broker is
+            # gone.
             if self._listener is None:
                 raise
         except OSError:
-            # A waiting message needs duplicates of its descriptors, and this process has none left, so send it without
-            # them.
+            # A waiting message needs duplicates of its descriptors, and this process can open no more, so send it
+            # without them.
             self._outbox.send(message.to_map())
         if self._outbox:
             self._poll.modify(self._channel, select.POLLIN | select.POLLOUT)
@@ -355,7 +356,7 @@ class Zygote:
             self._poll.unregister(self._channel)
             self._channel.close()
             self._channel = None
-        # From this moment the zygote itself ends leases.
+        # From now on the zygote itself ends leases.
         self._empty_since_ns = now_ns = time.monotonic_ns()
         if self._listener is not None:
             self._workers.lose_broker(now_ns)
@@ -380,7 +381,7 @@ class Zygote:
 
     def _hand_over(self, channel: socket.socket) -> None:
         """Send a broker this zygote's introduction and its workers. Raises ChannelClosed if it does not read."""
-        # The introduction has the zygote's own pidfd: by its process id, the broker could watch another process.
+        # The introduction has the zygote's own pidfd, because a process id could have passed to another process.
         own_pidfd = os.pidfd_open(self._pid)
         try:
             send_message(channel, self.introduction.to_map(), (own_pidfd,))
@@ -393,7 +394,7 @@ class Zygote:
     # --- workers ---
 
     def _fork(self, spec: WorkerSpec, fds: list[int]) -> None:
-        """Fork a worker. `fds`: its channel and pages, and with a listener the broker's end of the channel."""
+        """Fork a worker. `fds` are its channel and pages and, with a listener, the broker's end of the channel."""
         if len(fds) != 3 + (self._listener is not None):
             close_all(fds)
             self._send(ForkFailed(spec.lease_id, "the zygote has no descriptors left"))
@@ -490,12 +491,12 @@ def _is_readable(channel: socket.socket) -> bool:
 
 
 def _accept(listener: socket.socket, *, has_broker: bool) -> socket.socket | None:
-    """Accept a broker: only root's or this user's, and one at a time."""
+    """Accept a broker, which must run as root or as this user, and only one at a time."""
     try:
         channel, _ = listener.accept()
     except OSError:
         return None
-    # The kernel vouches for the peer's user (unix(7), SO_PEERCRED).
+    # The kernel supplies the peer's user (unix(7), SO_PEERCRED).
     uid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).uid
     if uid in (0, os.geteuid()) and not has_broker:
         channel.settimeout(HANDOVER_TIMEOUT_S)

@@ -7,8 +7,8 @@ def driver_named(name: str) -> Driver:
     """Return the driver of that name. Raises DriverError if a package that it needs is not installed.
 
     The embedded driver's name may have an architecture after a colon, and after a second colon the seed of the order in
-    which it runs warps and blocks: "cpu:sm_80", "cpu::7". After the colon, the cards' driver may have ONE_BY_ONE:
-    native code then queues each launch separately.
+    which it runs warps and blocks: "cpu:sm_80", "cpu::7". The name of the cards' driver may have ONE_BY_ONE after the
+    colon; native code then queues each launch separately.
     """
     name, _, option = name.partition(":")
     # Only the embedded driver has an architecture and a seed; for the cards' driver, the text after the colon is a

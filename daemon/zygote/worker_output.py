@@ -1,7 +1,8 @@
 """Standard output and error of workers, passed on to the daemon's log line by line and within bounds.
 
-A worker writes to a pipe, never to the log itself. Kernels print through the pipe, and a tenant can print any number of
-lines. With access to the log, a compromised worker could empty its file, or write lines in other processes' names.
+A worker writes to a pipe, never to the log itself. Kernels also print through the pipe, and a tenant can print any
+number of lines. With access to the log, a compromised worker could empty its file, or write lines in other processes'
+names.
 """
 
 import os
@@ -15,20 +16,22 @@ from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_OUTPUT_BYTES: Final = 64 << 10
-"""Maximum number of bytes that one worker prints in its life: room for many tracebacks. After that its pipe is closed,
-and further output costs nothing. Stops a kernel that prints in a loop from filling the log's disk."""
+"""Maximum number of bytes that one worker may print in its life, enough for many tracebacks, so that a kernel that
+prints in a loop can't fill the log's disk. After that the worker's pipe is closed, and further output costs nothing."""
 
 OUTPUT_BYTES_PER_S: Final = 16 << 10
-"""Bytes of all workers per second, on average. Stops a tenant from printing in one lease after another."""
+"""Bytes that all workers together may print per second, on average. Also limits a tenant that prints in one lease after
+another."""
 
 BURST_BYTES: Final = 1 << 20
 """Bytes that all workers together may print at once, after about a minute without output."""
 
 MAX_LINE_BYTES: Final = 900
-"""Maximum number of bytes of one line; a longer line is split. It is less than a log record shows of a text."""
+"""Maximum number of bytes of one line; a longer line is split. A log record shows longer texts uncut."""
 
 RECORD_BYTES: Final = 250
-"""Bytes of a log record in addition to the line. Stops a kernel from filling the log with one-character lines."""
+"""Bytes that are counted for each record in addition to the line, so that a kernel can't fill the log with
+one-character lines."""
 
 _READ_BYTES: Final = 4096
 
@@ -55,8 +58,8 @@ class WorkerOutput:
 
     Args:
         poll: The poll object at which pipes are registered; call `on_readable` for each that is ready.
-        log: Called with a worker's process id, a line, and the number of its lines that were dropped before.
-        clock: Seconds of a monotonic clock.
+        log: Called with a worker's process id, a line, and how many of its lines were dropped before this one.
+        clock: Seconds on a monotonic clock.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The workers of a zygote, and the rules by which the zygote itself ends their leases.
+"""The workers of a zygote, and the rules under which the zygote itself ends their leases.
 
 For each worker the table has its specification from the broker, its process and its control pages. A zygote that
-outlives its broker also has the broker's end of the worker's channel. So the worker does not notice that its broker
-died: the channel stays open, and the worker's messages wait in it until the next broker reads them.
+outlives its broker also has the broker's end of the worker's channel. So if the broker dies, the channel stays open,
+and the worker's messages wait in it until the next broker reads them.
 
 While no broker runs, the zygote ends leases: by the deadline, the membership deadline or the revocation word on the
 lease's page, or because a kernel has run for too long. No worker can write the lease's page. The times of kernels are
@@ -57,11 +57,11 @@ class WorkerEntry:
         channel_fd: The broker's end of the worker's channel; -1 if the zygote dies with its broker.
         reason: How the worker ended; None while it lives.
         last_page: The state of the lease's page when the worker was reaped.
-        last_transfer: The worker's claims about its session by then.
+        last_transfer: The worker's last claims about its session when it was reaped.
         deadline_ns: When the lease ends, as the last broker wrote it. Set while no broker runs.
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
-        overran: The kernel because of which the zygote ended the lease, as text; "" for none.
+        overran: The kernel because of which the zygote ended the lease, as text; "" if there is none.
         poll_ns: When the worker can be overdue at the earliest, by the last reading of its page.
         is_overdue: Whether the zygote killed the worker although there was a broker.
         left_gone_by_ns: The time by which the worker had to have exited, according to the page that the earlier broker
@@ -178,7 +178,7 @@ class WorkerTable:
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
         """Yield the messages, with their descriptors, from which the next broker learns about the workers."""
-        # First yield the live workers, each with its descriptors; then the ended ones, for which only a report is left.
+        # First yield the live workers, each with its descriptors; then the ended workers, which only need a report.
         for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)
@@ -219,7 +219,7 @@ class WorkerTable:
                 worker.kill_due_ns = now_ns + GRACE_NS
 
     def regain_broker(self) -> None:
-        """Leave all workers that are not killed yet to the new broker."""
+        """Leave all workers that have not been killed to the new broker."""
         for worker in self._live_workers.values():
             # The new broker ends leases by its own rules, but kills that were already decided remain.
             if not worker.is_killed:
@@ -240,8 +240,8 @@ class WorkerTable:
 # --- overdue while there is a broker ---
 
 OVERDUE_NS: Final = 1_000_000_000
-"""Delay of a broker after which the zygote acts; a broker that runs is never so late. While a broker hangs, this stops
-a kernel that never ends from outliving its lease."""
+"""Delay of a broker after which the zygote acts, so that an endless kernel can't long outlive its lease while the
+broker hangs. A broker that runs is never so late."""
 
 PAGE_POLL_NS: Final = 500_000_000
 """Time between two readings of a page: the broker ends the lease or moves the deadline there, without a message."""
@@ -260,13 +260,13 @@ longest one that settings allow."""
 
 
 def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
-    """Kill a worker that its broker should have ended; returns when to check it again."""
+    """Kill a worker that its broker should have ended. Returns when to check the worker again."""
     if worker.is_killed or worker.spec.is_warm:
         return NEVER_NS
     if now_ns < worker.poll_ns:
         return worker.poll_ns
-    # Three reasons, in this order: the membership deadline, after which another node may serve the name; the time by
-    # which the broker planned to end the worker; a kernel that runs for too long.
+    # There are three reasons, in this order: the membership deadline, after which another node may serve the name; the
+    # time by which the broker planned to end the worker; a kernel that runs for too long.
     page = state_of(worker.page_fds.lease)
     overdue_ns = _gone_by_ns(worker, page) + OVERDUE_NS
     membership_deadline_ns = _membership_deadline_ns(page, now_ns)
@@ -286,7 +286,7 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
 
 
 def _membership_deadline_ns(page: PageState, now_ns: int) -> int:
-    """Return the membership deadline of a named lease, by its page, on the monotonic clock; else `NEVER_NS`."""
+    """Return the membership deadline on a named lease's page, on the monotonic clock; else `NEVER_NS`."""
     return now_ns + page.membership_deadline_boot_ns - boot_ns() if page.membership_deadline_boot_ns else NEVER_NS
 
 
@@ -296,7 +296,8 @@ def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
     # A broker that ended the lease has written when the worker must have exited.
     if page.word is not None and refused_ns:
         return refused_ns
-    # An older broker moves only the deadline. A submit may be over before that, by the timeout that this broker wrote.
+    # An older broker moves only the deadline. A submit may be over earlier, by the timeout that the present broker
+    # wrote.
     is_of_submit = worker.spec.submit_of and unrefused_ns != worker.left_gone_by_ns
     by_ns = unrefused_ns if is_of_submit else max(unrefused_ns, page.deadline_ns)
     if not by_ns:
@@ -320,7 +321,7 @@ def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
 # --- due while no broker runs ---
 
 GRACE_NS: Final = 20_000_000
-"""Time from the end of a lease to the kill of its worker: the default of a broker's settings."""
+"""Time from the end of a lease to the kill of its worker, equal to the default in a broker's settings."""
 
 MAX_POLL_NS: Final = 1_000_000_000
 """Longest time between two polls of a kernel with a bounded time."""
@@ -329,11 +330,12 @@ MIN_POLL_NS: Final = 10_000_000
 """Shortest time between two such polls, however short the bound: a poll is a few system calls."""
 
 POLLS_PER_BOUND: Final = 8
-"""Number of polls in the time that a kernel may run, so an overrun is found late by at most one such fraction of it."""
+"""Number of polls in the time for which a kernel may run. An overrun is found late by at most this fraction of that
+time."""
 
 
 def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
-    """End a worker's lease if it is over, and the worker after the grace; yields when to check it again."""
+    """End a worker's lease if it is over, and the worker after the grace. Yields the times at which to check again."""
     if worker.is_killed:
         return
     # Step 1: if the lease is over, set the revocation word and wake the worker; the grace begins.
@@ -359,7 +361,7 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
 
 def _word_for(worker: WorkerEntry, now_ns: int) -> Status | None:
     """Return the revocation word that ends a lease now; None if it continues."""
-    # In order of precedence: the deadline, the membership deadline, a kernel that ran for too long.
+    # The order of precedence is: the deadline, the membership deadline, a kernel that ran for too long.
     if now_ns >= worker.deadline_ns:
         return Status.LEASE_EXPIRED
     if now_ns >= _membership_deadline_ns(state_of(worker.page_fds.lease), now_ns):

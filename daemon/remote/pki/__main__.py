@@ -14,7 +14,8 @@ EXIT_CANNOT_WRITE: Final = 74
 """EX_IOERR of sysexits(3): a file can't be read or written."""
 
 MAX_DAYS: Final = 36_500
-"""A hundred years. A larger number is a typing mistake, and could exceed the last year that a certificate can hold."""
+"""A hundred years. A larger number is a typing mistake, and could exceed the last year that a certificate can
+contain."""
 
 _DAYS = click.FloatRange(min=0, min_open=True, max=MAX_DAYS)
 

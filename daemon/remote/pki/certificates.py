@@ -1,7 +1,7 @@
 """A certificate authority in a folder: it issues and revokes certificates.
 
 Keys are ECDSA P-256, in files that only their owner can read. Only the list of revoked certificates is ever
-overwritten. A server's certificate is valid for servers alone and a tenant's for clients alone (extended key usage, RFC
+overwritten. A server's certificate is valid only for servers, and a tenant's only for clients (extended key usage, RFC
 5280, 4.2.1.12), so no tenant can pass for the node.
 """
 
@@ -27,7 +27,7 @@ LEAF_LIFE: Final = datetime.timedelta(days=30)
 """Life of a certificate, and so the longest use of a leaked one that is never revoked."""
 
 BACKDATED: Final = datetime.timedelta(minutes=5)
-"""Certificates are valid from so long ago, because the clocks of two hosts differ."""
+"""How long before its issue a certificate becomes valid, because the clocks of two hosts differ."""
 
 _CA = "ca.pem"
 _CA_KEY = "ca.key"
@@ -58,7 +58,7 @@ _ISSUING = x509.KeyUsage(
 
 
 class PkiError(Exception):
-    """A request that the authority refuses; the message is a sentence with the reason."""
+    """A request that the authority refuses. The message is a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +87,23 @@ class PkiAuthority:
 
     @classmethod
     def create(cls, folder: Path, life: datetime.timedelta = AUTHORITY_LIFE) -> Self:
-        """Make a new authority. Raises PkiError if the folder holds one."""
+        """Make a new authority. Raises PkiError if the folder already has one."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (folder / file for file in (_CA, _CA_KEY, _CRL)):
             if path.exists():
                 raise PkiError(f"{path} already exists and is not overwritten")
-        # The authority signs its own certificate. It may sign leaves and no further authority (path length 0).
+        # The authority signs its own certificate. It may sign leaves but no further authority (path length 0).
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gpulease test authority")])
         builder = _builder(key.public_key(), name, name, life)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_ISSUING, critical=True)
         certificate = builder.sign(key, hashes.SHA256())
-        # The key first: a certificate without its key is of no use.
+        # Write the key first, because a certificate without its key is useless.
         _write_key(folder / _CA_KEY, key)
         _write(folder / _CA, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
         authority = cls(folder, certificate, key)
-        # An empty list, so that nodes can be configured with one from the start.
+        # Write an empty list, so that nodes can be configured with a list from the start.
         authority._write_crl([], 1)
         return authority
 
@@ -138,7 +138,7 @@ class PkiAuthority:
         return self._issue(f"tenant-{tenant}", tenant, names, ExtendedKeyUsageOID.CLIENT_AUTH, life)
 
     def revoke(self, certificate: Path) -> None:
-        """Put a certificate of this authority's on its list. Raises PkiError."""
+        """Put one of this authority's certificates on its list. Raises PkiError."""
         try:
             revoked = x509.load_pem_x509_certificate(certificate.read_bytes())
             old = x509.load_pem_x509_crl(self.crl_path.read_bytes())
@@ -153,7 +153,7 @@ class PkiAuthority:
             )
         if old.get_revoked_certificate_by_serial_number(revoked.serial_number) is not None:
             raise PkiError(f"{certificate} is already revoked")
-        # The list is written whole: the old entries, the new one, and the next number (RFC 5280, 5.2.3).
+        # Write the whole list: the old entries, the new one, and the next number (RFC 5280, 5.2.3).
         entry = (
             x509.RevokedCertificateBuilder()
             .serial_number(revoked.serial_number)
@@ -177,7 +177,7 @@ class PkiAuthority:
         builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=True)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(self._key_identifier(), critical=False)
-        # Step 2: sign it, and write both files; neither exists, as _make_room has made sure.
+        # Step 2: sign it, and write both files. Neither exists, because of `_make_room`.
         certificate = builder.sign(self.key, hashes.SHA256())
         _write_key(issued.key, key)
         _write(issued.certificate, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
@@ -204,7 +204,7 @@ class PkiAuthority:
 
     def _write_crl(self, revoked: Sequence[x509.RevokedCertificate], number: int) -> None:
         now = datetime.datetime.now(datetime.UTC)
-        # The list expires with the authority, not sooner: no process would renew it in time.
+        # The list expires with the authority and not sooner, because no process would renew it in time.
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
@@ -219,7 +219,7 @@ class PkiAuthority:
         new = self.folder / f"{_CRL}.new"
         new.unlink(missing_ok=True)
         _write(new, text, 0o644)
-        # A daemon that reads it at this moment sees the old list or the new one.
+        # A daemon that reads the file at this moment reads the old list or the new one.
         new.replace(self.crl_path)
 
     def _key_identifier(self) -> x509.AuthorityKeyIdentifier:
@@ -230,7 +230,7 @@ def _builder(
     key: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, life: datetime.timedelta
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
-    # A negative life makes a certificate that has expired already; it must still begin before it ends.
+    # A negative life makes a certificate that has already expired. It must still begin before it ends.
     begin = min(now - BACKDATED, now + life - BACKDATED)
     return (
         x509.CertificateBuilder()
@@ -275,7 +275,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 
 
 def _description(error: Exception) -> str:
-    """Return a sentence about a file's error. The library's own message describes its internals."""
+    """Return a sentence about a file's error, because the library's own message describes the library's internals."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return "its file must contain a certificate or key in PEM format"
