@@ -593,13 +593,15 @@ class ForwardPass:
             return
         if limits.splits == 1 or is_whole:
             # One program per row, key head and HEADS of its query heads.
-            groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{suffix}"].constants["HEADS"])
-            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads * groups), x=b["x"], **read, **read_values)
+            whole = f"attend_whole_{suffix}"
+            yield KernelLaunch(whole, (rows, key_heads, _head_groups(whole, config)), x=b["x"], **read, **read_values)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
-        yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **read_values)
+        attend = f"attend_{suffix}"
+        grid = (rows, key_heads * _head_groups(attend, config), programs)
+        yield KernelLaunch(attend, grid, **parts, **read, **read_values)
         yield KernelLaunch(combine, (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **window_values)
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
@@ -740,6 +742,11 @@ def _split_rows(rows: int, config: ModelConfig) -> int:
     Steps with more rows have enough programs without cutting.
     """
     return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
+
+
+def _head_groups(name: str, config: ModelConfig) -> int:
+    """Return how many programs of an attention kernel compute the query heads of a key head."""
+    return -(-(config.heads // config.key_heads) // manifest().kernels[name].constants["HEADS"])
 
 
 def _expert_tile_rows() -> list[int]:

@@ -65,12 +65,11 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     if rows <= _rows(small):
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
     in_turns = tiles_of(function + IN_TURNS, target) if columns % VECTOR == 0 else []
-    # Parts of a sum are short: their programs gain only if the end of one tile overlaps with the beginning of the next.
-    least = ENOUGH_PROGRAMS if parts == 1 else MULTIPROCESSORS + 1
-    if in_turns and _programs(in_turns[-1], rows, columns) * parts >= least:
+    if in_turns and _programs(in_turns[-1], rows, columns) * parts >= ENOUGH_PROGRAMS:
         # In these kernels some warps copy while others multiply. If more tiles exist than can run at once, and the last
-        # turn would have few, smaller tiles can be faster.
-        return min(reversed(in_turns), key=lambda name: _turns_columns(name, rows, columns, parts))
+        # turn would have few, smaller tiles can be faster. Two turns of a smaller tile are faster than one turn of a
+        # tile twice its size, because the first turn's end overlaps with the beginning of the second.
+        return min(reversed(in_turns), key=lambda name: _longest_turns(name, rows, columns, parts))
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 
 
@@ -101,10 +100,10 @@ def linear_grid(name: str, rows: int, columns: int, parts: int) -> tuple[int, ..
     return (min(_programs(name, rows, columns) * parts, MULTIPROCESSORS),)
 
 
-def _turns_columns(name: str, rows: int, columns: int, parts: int) -> int:
-    """Return the largest number of columns that one multiprocessor computes, counting all of its turns."""
+def _longest_turns(name: str, rows: int, columns: int, parts: int) -> tuple[int, bool]:
+    """Return the largest number of columns that a multiprocessor computes in all its turns, and whether that is one."""
     turns = -(-_programs(name, rows, columns) * parts // MULTIPROCESSORS)
-    return turns * manifest().kernels[name].constants["BN"]
+    return turns * manifest().kernels[name].constants["BN"], turns == 1
 
 
 def _rows(name: str) -> int:

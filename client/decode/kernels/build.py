@@ -45,17 +45,17 @@ ATTEND_TILES: Final = {
 per thread, None for no limit.
 """
 
-POSITIONS_TILES: Final = {64: (4, 2, 112)}
-"""Tiles of `attend_whole_positions`, in which the rows of an instruction are positions, for the head widths at which it
-is faster than `attend_whole` (H200): warps; stages; registers. The positions read at once, which determine the
-rounding, are those of ATTEND_TILES.
+AHEAD_TILES: Final = {64: (4, 96)}
+"""Warps and registers of `attend_ahead` and `attend_whole_ahead`, by the width of heads. In these kernels the rows of a
+matrix instruction are positions, and a split is one tile. (H200, 256 rows, position 128: 21.7 us with 4 warps, 23.1
+with 2, 30.0 with 1.)
 """
 
-POSITIONS_HEADS: Final = 8
-"""Query heads that one program of `attend_whole_positions` computes: the columns of one matrix instruction."""
+AHEAD_HEADS: Final = 8
+"""Query heads that one program of these kernels computes: the columns of one matrix instruction."""
 
 SHORT: Final = 32
-"""Maximum number of positions in the smaller tile that `attend_whole_positions` uses for the end of a sequence."""
+"""Maximum number of positions in the smaller tile that `attend_whole_ahead` uses for the end of a sequence."""
 
 PROMPT_TILES: Final = {
     32: (32, 4, 3, None),
@@ -74,6 +74,14 @@ FP8: Final = {"FP8": 1}
 
 ROPE_HEADS: Final = 8
 """Heads that one program rotates. With more, a step of one row would have too few programs to fill the GPU."""
+
+ROPE_REGISTERS: Final = 64
+"""Registers of a thread that rotates, for the loads of up to 8 parts at once. (H200, one row, a rotation alone: 1.0 us
+instead of 1.7.)"""
+
+SCAN_REGISTERS: Final = 64
+"""Registers of a thread of `scan`. With the 80 that it takes without a limit, fewer programs run at once. (H200, 256
+rows: 58 us instead of 65.)"""
 
 SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""
@@ -128,8 +136,8 @@ NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
 """Columns that a norm reads at once, and its warps. Large blocks are faster, but leave lanes idle for small models."""
 
 NORM_REGISTERS: Final = 96
-"""Registers of a norm's thread, for six loads at once. Without a limit the driver's compiler takes half as many, and
-loads a linear's parts one after the other. (H200, one row, a norm alone: 2.2 us instead of 1.85.)"""
+"""Registers of a norm's thread, for the loads of up to 8 parts at once. Without a limit the driver's compiler takes
+half as many, and loads a linear's parts one after the other. (H200, one row, a norm alone: 2.2 us instead of 1.8.)"""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
 """Instructions with results that the PTX ISA does not define exactly, or that ptxas may fuse into others."""
@@ -175,7 +183,12 @@ def jobs() -> dict[str, Job]:
         ),
         "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
         "gelu": Job(s.gelu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
-        "scan": Job(s.scan, _types(f"{scanned} parts:f splits stride V blocks"), {"BLOCK_V": 2048}, warps=4),
+        "scan": Job(
+            s.scan,
+            _types(f"{scanned} parts:f splits stride V blocks"),
+            {"BLOCK_V": 2048},
+            registers=SCAN_REGISTERS,
+        ),
         "sample": Job(
             s.sample,
             _types(f"results:w parts:f rows:w {scanned} splits stride V blocks"),
@@ -313,6 +326,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
             {"HALF": width // 2, "HEADS": ROPE_HEADS},
             warps=min(4, 1 << (width // 16).bit_length() - 1),
             divisible=divisible,
+            registers=ROPE_REGISTERS,
         ),
     }
     # Rows with a window do not see enough to be cut.
@@ -337,7 +351,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     # Compile each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
         compiled |= {
-            f"attend_{name}": _attend(s.attend, width, _types(f"{partials} {read} splits scale:fp32{window}")),
+            f"attend_{name}": _attend_parts(width, _types(f"{partials} {read} splits scale:fp32{window}")),
             f"attend_whole_{name}": _attend_whole(width, _types(f"x:b {read} scale:fp32{window}")),
             f"attend_prompt_{name}": _attend_prompt(
                 s.attend_prompt, width, _types(f"x:b {read_rows} scale:fp32{window}")
@@ -354,16 +368,22 @@ def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
     return Job(function, types, constants, warps, stages, divisible, registers=registers)
 
 
+def _attend_ahead(function: Any, width: int, types: dict[str, str], **more: int) -> Job:
+    warps, registers = AHEAD_TILES[width]
+    constants = {"DH": width, "HEADS": AHEAD_HEADS, "SPLIT": SPLIT, "WARPS": warps, **more}
+    return Job(function, types, constants, warps, divisible=("layer_bytes", "block_bytes"), registers=registers)
+
+
+def _attend_parts(width: int, types: dict[str, str]) -> Job:
+    if width in AHEAD_TILES:
+        return _attend_ahead(gluon_source.attend_ahead, width, types)
+    return _attend(triton_source.attend, width, types)
+
+
 def _attend_whole(width: int, types: dict[str, str]) -> Job:
-    if width not in POSITIONS_TILES:
-        return _attend(triton_source.attend_whole, width, types)
-    positions, attend_warps, _, _ = ATTEND_TILES[width]
-    warps, stages, registers = POSITIONS_TILES[width]
-    constants = {
-        "DH": width, "HEADS": POSITIONS_HEADS, "SPLIT": SPLIT, "BT": positions, "SHORT": SHORT, "WARPS": attend_warps,
-    }  # fmt: skip
-    divisible = ("layer_bytes", "block_bytes")
-    return Job(triton_source.attend_whole_positions, types, constants, warps, stages, divisible, registers=registers)
+    if width in AHEAD_TILES:
+        return _attend_ahead(gluon_source.attend_whole_ahead, width, types, SHORT=SHORT)
+    return _attend(triton_source.attend_whole, width, types)
 
 
 def _combine(width: int, types: dict[str, str]) -> Job:

@@ -1,13 +1,14 @@
-"""The decode engine's linears in Gluon, for cards of compute capability 9.0; see `build.py`.
+"""The decode engine's kernels in Gluon: linears for cards of compute capability 9.0, and attention; see `build.py`.
 
-Some warps copy while others multiply. Triton's own pipeline can't do that: there every warp does both. The rules of
-`triton_source.py` hold: products run over K in ascending order, in the same matrix instructions, so the bits are those
-of `linear_bf16`.
+In the linears, some warps copy while others multiply. Triton's own pipeline can't do that: there every warp does both.
+Attention begins its copies before it needs them, and places positions so that sums need few exchanges between threads.
+The rules of `triton_source.py` hold: the same matrix instructions and sums in the same order, so the bits are those of
+`linear_bf16`, `attend` and `attend_whole`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -15,7 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpulease.client.decode.kernels.triton_source import gated, gelu_gated
+from gpulease.client.decode.kernels.triton_source import (
+    PAGE,
+    POSITION,
+    TABLE,
+    WORDS,
+    exp2,
+    gated,
+    gelu_gated,
+    regions_of,
+)
 
 
 @gluon.jit
@@ -125,7 +135,7 @@ def linear_bf16_in_turns(
 
 @gluon.jit
 def copy_gated_tiles(
-    x, w, R, F, K, xs, gates, ups, filled, emptied, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    x, w, R, F, K, xs, ws, filled, emptied, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, COPIERS: gl.constexpr,
 ):  # fmt: skip
     """Copy this program's tiles of x, gate and up to shared memory, stage after stage, as they become empty."""
@@ -150,41 +160,42 @@ def copy_gated_tiles(
             mbarrier.wait(emptied.index(stage), (i // STAGES & 1) ^ 1)
             inside = (k < K - at)[None, :]
             async_copy.async_load(xs.index(stage), its_x + at + x_at, mask=inside)
-            async_copy.async_load(gates.index(stage), its_gate + at + w_at, mask=inside)
-            async_copy.async_load(ups.index(stage), its_up + at + w_at, mask=inside)
+            async_copy.async_load(ws.index(stage).slice(0, BN), its_gate + at + w_at, mask=inside)
+            async_copy.async_load(ws.index(stage).slice(BN, BN), its_up + at + w_at, mask=inside)
             async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
             i += 1
 
 
 @gluon.jit
 def multiply_gated_tiles(
-    y, R, F, K, xs, gates, ups, filled, emptied, gate_function: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    y, R, F, K, xs, ws, filled, emptied, gate_function: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Multiply what has been copied, and store this program's tiles of the gated values."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * BN, 16])
     tiles = gl.cdiv(R, BM) * gl.cdiv(F, BN)
     i = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column, _part, _begin, _end = place_of(tile, R, F, K, K, BM, BN)
-        gate = gl.zeros((BM, BN), gl.float32, layout)
-        up = gl.zeros((BM, BN), gl.float32, layout)
+        # Gate and up in one product, which reads x from shared memory once.
+        total = gl.zeros((BM, 2 * BN), gl.float32, layout)
         for at in range(0, K, BK):
             stage = i % STAGES
             mbarrier.wait(filled.index(stage), i // STAGES & 1)
             fence_async_shared()
-            gate = warpgroup_mma(xs.index(stage), gates.index(stage).permute((1, 0)), gate, is_async=True)
-            up = warpgroup_mma(xs.index(stage), ups.index(stage).permute((1, 0)), up, is_async=True)
-            # All but these two products are done, so the stage of those before is empty.
-            gate, up = warpgroup_mma_wait(2, deps=[gate, up])
+            total = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), total, is_async=True)
+            # All products except this one are done, so the stage of the previous product is empty.
+            total = warpgroup_mma_wait(1, deps=[total])
             mbarrier.arrive(emptied.index((i + STAGES - 1) % STAGES), count=1, pred=at > 0)
             i += 1
-        gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+        total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(emptied.index((i + STAGES - 1) % STAGES), count=1)
-        r = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
-        n = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
+        gate, up = gl.split(gl.permute(gl.reshape(total, (BM, 2, BN)), (0, 2, 1)))
+        value = gate_function(gate, up)
+        r = row + gl.arange(0, BM, gl.SliceLayout(1, value.type.layout))
+        n = column + gl.arange(0, BN, gl.SliceLayout(0, value.type.layout))
         to = r[:, None] * F + n[None, :]
-        gl.store(y + to, gate_function(gate, up), mask=(r < R)[:, None] & (n < F)[None, :])
+        gl.store(y + to, value, mask=(r < R)[:, None] & (n < F)[None, :])
 
 
 @gluon.jit
@@ -195,8 +206,7 @@ def gated_in_turns(
     """Multiply by gate and up, the halves of w [2 F, K], and gate the products; see `linear_bf16_in_turns`."""
     shared: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], shared)
-    gates = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], shared)
-    ups = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], shared)
+    ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * BN, BK], shared)
     filled = mbarrier.allocate_mbarrier(batch=STAGES)
     emptied = mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
@@ -207,9 +217,9 @@ def gated_in_turns(
         [
             (
                 multiply_gated_tiles,
-                (y, R, F, K, xs, gates, ups, filled, emptied, gate_function, BM, BN, BK, STAGES, WARPS),
+                (y, R, F, K, xs, ws, filled, emptied, gate_function, BM, BN, BK, STAGES, WARPS),
             ),
-            (copy_gated_tiles, (x, w, R, F, K, xs, gates, ups, filled, emptied, BM, BN, BK, STAGES, COPIERS)),
+            (copy_gated_tiles, (x, w, R, F, K, xs, ws, filled, emptied, BM, BN, BK, STAGES, COPIERS)),
         ],
         [COPIERS],
         [COPIER_REGISTERS],
@@ -232,3 +242,267 @@ def linear_gelu_bf16_in_turns(
 ):  # fmt: skip
     """Compute what `linear_gelu_bf16` does, to the bit."""
     gated_in_turns(y, x, w, R, F, K, gelu_gated, BM, BN, BK, STAGES, WARPS, COPIERS, COPIER_REGISTERS)
+
+
+@gluon.jit
+def position_of(row, BT: gl.constexpr):
+    """Return the position, among BT, of a row of the products of keys.
+
+    In this order, the weights of a thread's rows, then those of its warp, are added before those of several warps; see
+    `summed_by_place`.
+    """
+    # Bit 3 of the row moves behind the bits of the warps: to bit 4 or 5.
+    if BT == 32:
+        return (row & 7) | (row & 16) >> 1 | (row & 8) << 1
+    return (row & 71) | (row & 48) >> 1 | (row & 8) << 2
+
+
+@gluon.jit
+def summed_by_place(e, HEADS: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
+    """Return `summed_as_rows` of the weights e [BT, HEADS], the rows of which are ordered by `position_of`."""
+    if BT == 128:
+        # Bits of a position: 6, 4, 3, 5, 2, 1, 0.
+        b = gl.sum(gl.reshape(e, (2, 2, 2, 2, 2, 2, 2, HEADS)), 6)
+        b = gl.sum(gl.sum(b, 3), 0)
+        b = gl.sum(gl.sum(b, 2), 2)
+    else:
+        # Bits of a position: 3, 4, 2, 1, 0.
+        b = gl.sum(gl.reshape(e, (2, 2, 2, 2, 2, HEADS)), 4)
+        b = gl.permute(gl.sum(gl.sum(b, 2), 2), (1, 0, 2))
+    # The four sums of a head in one thread.
+    warps: gl.constexpr = [[0, 0, 0], [0, 0, 0]] if WARPS == 4 else [[0, 0, 0]] if WARPS == 2 else []
+    gathered: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0, 0], [0, 1, 0], [0, 0, 1]], [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 0, 0], [0, 0, 0]], warps, [],
+        [2, 2, HEADS],
+    )  # fmt: skip
+    b = gl.convert_layout(b, gathered)
+    return gl.convert_layout(gl.sum(gl.sum(b, 0), 0), layout)
+
+
+@gluon.jit
+def copy_positions(
+    keys, values, table, base, blocks, shared, readable, j, first, length, offset, span, block_bytes, DH: gl.constexpr,
+    BT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy BT positions from j on: keys, which lie at `offset` of a block, and values, `span` behind them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    d = gl.arange(0, DH, gl.SliceLayout(0, layout))
+    p = j + gl.arange(0, BT, gl.SliceLayout(1, layout))
+    block = gl.load(table + p // PAGE, mask=p < length, other=-1)
+    # The guard between tenants, as in `attend_tile`.
+    seen = (block >= 0) & (block < readable)
+    if first is not None:
+        seen = seen & (p >= first)
+    at = gl.where(block < blocks, base, shared) + block.to(gl.int64) * block_bytes + offset
+    at += (p % PAGE * DH * 2).to(gl.int64)
+    source = gl.multiple_of(at.to(gl.pointer_type(gl.bfloat16)), 16)[:, None] + d[None, :]
+    async_copy.async_load(keys, source, mask=seen[:, None])
+    async_copy.async_load(values, source + span, mask=seen[:, None])
+
+
+@gluon.jit
+def seen_of(table, readable, j, first, length, BT: gl.constexpr, layout: gl.constexpr):
+    """Return which of the rows of the products of keys, ordered by `position_of`, are seen."""
+    p = j + position_of(gl.arange(0, BT, layout), BT)
+    block = gl.load(table + p // PAGE, mask=p < length, other=-1)
+    seen = (block >= 0) & (block < readable)
+    if first is not None:
+        seen = seen & (p >= first)
+    return seen
+
+
+@gluon.jit
+def attended_tile(
+    keys, values, query, seen, scale, DH: gl.constexpr, HEADS: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """Return the results of a split that is one tile: totals [DH, HEADS], highest scores, sums of weights."""
+    if BT == 32:
+        rows = keys.reshape([2, 2, 8, DH]).permute((1, 0, 2, 3)).reshape([BT, DH])
+    else:
+        rows = keys.reshape([2, 2, 4, 8, DH]).permute((0, 2, 1, 3, 4)).reshape([BT, DH])
+    k = rows.load(gl.DotOperandLayout(0, mma, 2))
+    score = mma_v2(k, query, gl.zeros((BT, HEADS), gl.float32, mma)) * scale
+    score = gl.where(seen[:, None], score, -1e30)
+    top = gl.maximum(gl.max(score, 0), -1e30)
+    e = gl.where(seen[:, None], exp2(score - top[None, :]), 0.0)
+    # In the order of positions.
+    if BT == 32:
+        ordered = gl.reshape(gl.permute(gl.reshape(e.to(gl.bfloat16), (2, 2, 8, HEADS)), (1, 0, 2, 3)), (BT, HEADS))
+    else:
+        ordered = gl.reshape(
+            gl.permute(gl.reshape(e.to(gl.bfloat16), (2, 4, 2, 8, HEADS)), (0, 2, 1, 3, 4)), (BT, HEADS)
+        )
+    share = gl.convert_layout(ordered, gl.DotOperandLayout(1, mma, 2))
+    v = values.permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
+    total = mma_v2(v, share, gl.zeros((DH, HEADS), gl.float32, mma))
+    return total, top, summed_by_place(e, HEADS, BT, WARPS, gl.SliceLayout(0, mma))
+
+
+@gluon.jit
+def added_split(all_total, all_top, all_weights, total, top, weights):
+    """Add a split to the whole, as `combine` does."""
+    higher = gl.maximum(all_top, top)
+    shrink = exp2(all_top - higher)
+    its = exp2(top - higher)
+    return all_total * shrink[None, :] + total * its[None, :], higher, all_weights * shrink + weights * its
+
+
+@gluon.jit
+def attend_whole_ahead(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
+    DH: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr, SHORT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Compute what `attend_whole` does, to the bit, and copy keys and values before they are needed: x [R, H, DH] bf16.
+
+    A program computes HEADS of the heads that share a key head. If at most SHORT positions are left at the end of a
+    sequence, they are read as a tile of SHORT positions; the positions that this leaves out have weight 0. Their copies
+    and those of the first split begin together, since a short sequence takes little longer than one of its reads.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    per_head: gl.constexpr = gl.SliceLayout(0, mma)
+    per_position: gl.constexpr = gl.SliceLayout(1, mma)
+    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    keys = gl.allocate_shared_memory(gl.bfloat16, [SPLIT, DH], swizzled)
+    values = gl.allocate_shared_memory(gl.bfloat16, [SPLIT, DH], swizzled)
+    short_keys = gl.allocate_shared_memory(gl.bfloat16, [SHORT, DH], swizzled)
+    short_values = gl.allocate_shared_memory(gl.bfloat16, [SHORT, DH], swizzled)
+    row = gl.program_id(0)
+    g = gl.program_id(1)
+    record = rows + row * WORDS
+    length = gl.load(record + POSITION) + 1
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    table = tables + gl.load(record + TABLE) * table_blocks
+    first = None
+    begin = 0
+    if window is not None:
+        first = gl.maximum(length - window, 0)
+        begin = first // SPLIT * SPLIT
+    end = length
+    if (length % SPLIT <= SHORT) & (length - length % SPLIT >= begin):
+        end = length - length % SPLIT
+    # Where the head's keys lie in a block, and how far behind them its values do, in elements.
+    offset = (layer_bytes + g * PAGE * DH * 2).to(gl.int64)
+    span = G * PAGE * DH
+    if begin < end:
+        copy_positions(
+            keys, values, table, base, blocks, shared, readable, begin, first, length, offset, span, block_bytes, DH,
+            SPLIT, WARPS,
+        )  # fmt: skip
+    async_copy.commit_group()
+    if end < length:
+        copy_positions(
+            short_keys, short_values, table, base, blocks, shared, readable, end, first, length, offset, span,
+            block_bytes, DH, SHORT, WARPS,
+        )  # fmt: skip
+    async_copy.commit_group()
+    # Heads by their number among those of the key head.
+    share = H // G
+    first_head = gl.program_id(2) * HEADS
+    query_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(0, operand))
+    query_d = gl.arange(0, DH, gl.SliceLayout(1, operand))
+    at = (row * H + g * share + query_head)[None, :] * DH + query_d[:, None]
+    query = gl.load(q + at, mask=(query_head < share)[None, :] & (query_d < DH)[:, None], other=0.0)
+    all_total = gl.zeros((DH, HEADS), gl.float32, mma)
+    all_top = gl.full((HEADS,), -1e30, gl.float32, per_head)
+    all_weights = gl.zeros((HEADS,), gl.float32, per_head)
+    for j in range(begin, end, SPLIT):
+        seen = seen_of(table, readable, j, first, length, SPLIT, per_position)
+        if j == begin:
+            async_copy.wait_group(1)
+        else:
+            async_copy.wait_group(0)
+        gl.barrier()
+        total, top, weights = attended_tile(keys, values, query, seen, scale, DH, HEADS, SPLIT, WARPS, mma)
+        if j + SPLIT < end:
+            gl.barrier()
+            copy_positions(
+                keys, values, table, base, blocks, shared, readable, j + SPLIT, first, length, offset, span,
+                block_bytes, DH, SPLIT, WARPS,
+            )  # fmt: skip
+            async_copy.commit_group()
+        if j == begin:
+            # The first split: the sums before it are 0, and adding 0 makes a zero of a negative one.
+            all_total, all_top, all_weights = total + 0.0, top, weights
+        else:
+            all_total, all_top, all_weights = added_split(all_total, all_top, all_weights, total, top, weights)
+    if end < length:
+        # The rest of the sequence is its last split.
+        seen = seen_of(table, readable, end, first, length, SHORT, per_position)
+        async_copy.wait_group(0)
+        gl.barrier()
+        total, top, weights = attended_tile(short_keys, short_values, query, seen, scale, DH, HEADS, SHORT, WARPS, mma)
+        all_total, all_top, all_weights = added_split(all_total, all_top, all_weights, total, top, weights)
+    result = gl.div_rn(all_total, gl.where(all_weights > 0.0, all_weights, 1.0)[None, :])
+    head = first_head + gl.arange(0, HEADS, per_head)
+    d = gl.arange(0, DH, per_position)
+    to = (row * H + g * share + head)[None, :] * DH + d[:, None]
+    gl.store(x + to, result.to(gl.bfloat16), mask=(head < share)[None, :] & (d < DH)[:, None])
+
+
+@gluon.jit
+def attend_ahead(
+    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale, window,
+    DH: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Compute what `attend` does, to the bit, and copy keys and values before they are needed.
+
+    A program computes HEADS of the heads that share a key head, so there are as many programs for each of those.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    per_head: gl.constexpr = gl.SliceLayout(0, mma)
+    per_position: gl.constexpr = gl.SliceLayout(1, mma)
+    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    keys = gl.allocate_shared_memory(gl.bfloat16, [SPLIT, DH], swizzled)
+    values = gl.allocate_shared_memory(gl.bfloat16, [SPLIT, DH], swizzled)
+    row = gl.program_id(0)
+    share = H // G
+    groups = gl.cdiv(share, HEADS)
+    g = gl.program_id(1) // groups
+    record = rows + row * WORDS
+    length = gl.load(record + POSITION) + 1
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    table = tables + gl.load(record + TABLE) * table_blocks
+    first = None
+    begin = gl.program_id(2)
+    if window is not None:
+        first = gl.maximum(length - window, 0)
+        begin += first // SPLIT
+    turn = gl.num_programs(2)
+    # Where the head's keys lie in a block, and how far behind them its values do, in elements.
+    offset = (layer_bytes + g * PAGE * DH * 2).to(gl.int64)
+    span = G * PAGE * DH
+    if begin * SPLIT < length:
+        copy_positions(
+            keys, values, table, base, blocks, shared, readable, begin * SPLIT, first, length, offset, span,
+            block_bytes, DH, SPLIT, WARPS,
+        )  # fmt: skip
+    async_copy.commit_group()
+    # Heads by their number among those of the key head.
+    first_head = gl.program_id(1) % groups * HEADS
+    query_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(0, operand))
+    query_d = gl.arange(0, DH, gl.SliceLayout(1, operand))
+    at = (row * H + g * share + query_head)[None, :] * DH + query_d[:, None]
+    query = gl.load(q + at, mask=(query_head < share)[None, :] & (query_d < DH)[:, None], other=0.0)
+    head = first_head + gl.arange(0, HEADS, per_head)
+    d = gl.arange(0, DH, per_position)
+    for split in range(begin, gl.cdiv(length, SPLIT), turn):
+        seen = seen_of(table, readable, split * SPLIT, first, length, SPLIT, per_position)
+        async_copy.wait_group(0)
+        gl.barrier()
+        total, top, weights = attended_tile(keys, values, query, seen, scale, DH, HEADS, SPLIT, WARPS, mma)
+        following = (split + turn) * SPLIT
+        if following < length:
+            gl.barrier()
+            copy_positions(
+                keys, values, table, base, blocks, shared, readable, following, first, length, offset, span,
+                block_bytes, DH, SPLIT, WARPS,
+            )  # fmt: skip
+            async_copy.commit_group()
+        # A split's unnormalised sum, its highest score and its sum of weights: what `combine` needs to rescale it.
+        to = (row * H + g * share + head) * splits + split
+        gl.store(totals + to[None, :] * DH + d[:, None], total, mask=(head < share)[None, :] & (d < DH)[:, None])
+        gl.store(tops + to, top, mask=head < share)
+        gl.store(sums + to, weights, mask=head < share)

@@ -76,7 +76,8 @@ def exp2(x):
     """
     x = tl.minimum(tl.maximum(x, -127.0), 126.0)
     # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, by IEEE addition alone.
-    whole = (x + 12582912.0) - 12582912.0
+    shifted = x + 12582912.0
+    whole = shifted - 12582912.0
     f = x - whole
     # Horner's scheme, each product and sum rounded separately: a fused multiply-add would give other bits.
     p = 1.5403530e-4
@@ -86,8 +87,8 @@ def exp2(x):
     p = p * f + 2.4022651e-1
     p = p * f + 6.9314718e-1
     p = p * f + 1.0
-    # 2^whole, written directly into the exponent bits.
-    scale = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    # 2^whole, written directly into the exponent bits: `whole` is in the lowest bits of `shifted`.
+    scale = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     return tl.where(x < -126.0, 0.0, p * scale)
 
 
@@ -97,6 +98,31 @@ def added(parts, splits, stride, offsets, mask):
     # The order of the parts is part of the result: every kernel that reads them adds from 0 up.
     total = tl.load(parts + offsets, mask=mask, other=0.0)
     for s in range(1, splits):
+        total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def load_parts(parts, splits, stride, offsets, mask):
+    """Load up to 8 parts of a linear's sums, and wait for none of them. A linear has no more (`MAX_SPLITS`)."""
+    loaded = (tl.load(parts + offsets, mask=mask, other=0.0),)
+    for s in tl.static_range(1, 8):
+        loaded += (tl.load(parts + s * stride + offsets, mask=mask & (splits > s), other=0.0),)
+    return loaded
+
+
+@triton.jit
+def added_parts(loaded, parts, splits, stride, offsets, mask):
+    """Return what `added` does, to the bit, of parts that `load_parts` has loaded.
+
+    `added` waits for some parts before it loads the next ones.
+    """
+    total = loaded[0]
+    for s in tl.static_range(1, 8):
+        # Adding 0 for a part that is not there could change the sign of a zero.
+        total = tl.where(splits > s, total + loaded[s], total)
+    # A row may have chosen more than 8 experts.
+    for s in range(8, splits):
         total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
     return total
 
@@ -175,7 +201,7 @@ def add_to_residual(h, parts, splits, stride, at, mask):
     v = tl.load(h + at, mask=mask, other=0.0)
     # The first norm of a step has no linear before it (splits 0): then `embed` has written the residual.
     if splits > 0:
-        v += added(parts, splits, stride, at, mask)
+        v += added_parts(load_parts(parts, splits, stride, at, mask), parts, splits, stride, at, mask)
         tl.store(h + at, v, mask=mask)
     return v
 
@@ -229,7 +255,8 @@ def norm_add_rmsnorm(x, h, parts, outer, weight, splits, stride, D, eps, BLOCK_D
         w = tl.load(weight + c, mask=m, other=0.0)
         o = tl.load(outer + c, mask=m, other=0.0)
         before = tl.load(h + row * D + c, mask=m, other=0.0)
-        v = added(parts, splits, stride, row * D + c, m)
+        at = row * D + c
+        v = added_parts(load_parts(parts, splits, stride, at, m), parts, splits, stride, at, m)
         v = before + v * norm_scale(v * v, D, eps) * o
         tl.store(h + row * D + c, v, mask=m)
         scale = norm_scale(v * v, D, eps)
@@ -514,11 +541,21 @@ def rope_append(
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
     # The guard between tenants: a row writes only to a block inside its own region.
     inside = (position >= 0) & (block >= 0) & (block < tl.load(record + BLOCKS))
+    # A padded row reads the table at position 0, and its result is not stored in any region.
+    place = tl.maximum(position, 0) * HALF + i
+    if triton.next_power_of_2(HALF) == HALF:
+        c = tl.load(cosines + place)
+        s = tl.load(sines + place)
+    else:
+        c = tl.load(cosines + place, mask=i < HALF, other=0.0)
+        s = tl.load(sines + place, mask=i < HALF, other=0.0)
     columns = head * 2 * HALF + i
     at = row * ((H + 2 * G) * 2 * HALF) + columns
     # Step 1: complete qkv's sums and add the bias. Rotation pairs the halves of a head, so both are held.
-    low = added(parts, splits, stride, at, valid)
-    high = added(parts, splits, stride, at + HALF, valid)
+    low_parts = load_parts(parts, splits, stride, at, valid)
+    high_parts = load_parts(parts, splits, stride, at + HALF, valid)
+    low = added_parts(low_parts, parts, splits, stride, at, valid)
+    high = added_parts(high_parts, parts, splits, stride, at + HALF, valid)
     if has_bias > 0:
         low += tl.load(bias + columns, mask=valid, other=0.0)
         high += tl.load(bias + columns + HALF, mask=valid, other=0.0)
@@ -529,14 +566,6 @@ def rope_append(
         low_norm, high_norm = normalised(low, high, weight, i, turned, eps, HALF)
         low = tl.where(turned, low_norm, low)
         high = tl.where(turned, high_norm, high)
-    # A padded row reads the table at position 0, and its result is not stored in any region.
-    place = tl.maximum(position, 0) * HALF + i
-    if triton.next_power_of_2(HALF) == HALF:
-        c = tl.load(cosines + place)
-        s = tl.load(sines + place)
-    else:
-        c = tl.load(cosines + place, mask=i < HALF, other=0.0)
-        s = tl.load(sines + place, mask=i < HALF, other=0.0)
     first = tl.where(turned, low * c - high * s, low)
     second = tl.where(turned, high * c + low * s, high)
     # Step 3: store. q goes to a buffer of the step; k and v, numbered after q, go to the row's block of its region.
@@ -708,17 +737,22 @@ def combine(
         begin = tl.maximum(length - window, 0) // SPLIT
     end = tl.cdiv(length, SPLIT)
     if end - begin < UNROLLED:
-        for s in range(begin, end):
+        # Load all of them before the first is added, so that the kernel waits for memory only once. Beyond the last
+        # split, -0 is added to the total, which changes no bit.
+        its_tops, its_sums, its_totals = (), (), ()
+        for i in tl.static_range(UNROLLED - 1):
+            inside = begin + i < end
+            its_tops += (tl.load(tops + at + begin + i, mask=inside, other=-1e30),)
+            its_sums += (tl.load(sums + at + begin + i, mask=inside, other=0.0),)
+            within_head = inside & (d < DH)
+            its_totals += (tl.load(totals + (at + begin + i) * DH + d, mask=within_head, other=-0.0),)
+        for i in tl.static_range(UNROLLED - 1):
             # The same rescaling as within a split, in ascending order of splits.
-            its_top = tl.load(tops + at + s)
-            higher = tl.maximum(top, its_top)
+            higher = tl.maximum(top, its_tops[i])
             shrink = exp2(top - higher)
-            its = exp2(its_top - higher)
-            if triton.next_power_of_2(DH) == DH:
-                total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
-            else:
-                total = total * shrink + tl.load(totals + (at + s) * DH + d, mask=d < DH, other=0.0) * its
-            weights = weights * shrink + tl.load(sums + at + s) * its
+            its = exp2(its_tops[i] - higher)
+            total = total * shrink + its_totals[i] * its
+            weights = weights * shrink + its_sums[i] * its
             top = higher
     else:
         lanes = tl.arange(0, LANES)
@@ -827,110 +861,6 @@ def summed_as_rows(e, LANES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr
         b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2)), 5)
         b = tl.sum(tl.sum(b, 3), 3)
     return tl.sum(tl.sum(b, 1), 1)
-
-
-@triton.jit
-def attend_positions(
-    total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes, block_bytes, g, G,
-    scale, DH: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """`attend_tile`, to the bit, with positions as the matrix instruction's rows and heads as its columns.
-
-    An instruction has 16 rows, but only 8 columns, so that fewer of its lanes lack a head. Totals are [DH, HEADS],
-    queries too. WARPS is that of `attend_tile`: it decides the order of the sums of weights.
-    """
-    d = tl.arange(0, triton.next_power_of_2(DH))
-    p = j + tl.arange(0, BT)
-    # The guard between tenants, as in `attend_tile`.
-    block = tl.load(table + p // PAGE, mask=p < length, other=-1)
-    seen = (block >= 0) & (block < readable)
-    if first is not None:
-        seen = seen & (p >= first)
-    place = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
-    place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
-    keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
-    k = tl.load(keys[:, None] + d[None, :], mask=within(seen[:, None], d[None, :], DH), other=0.0)
-    values = keys + G * PAGE * DH
-    v = tl.load(values[:, None] + d[None, :], mask=within(seen[:, None], d[None, :], DH), other=0.0)
-    # The same products and sums as in `attend_tile`: which operand of an instruction is which changes no bits.
-    score = tl.where(seen[:, None], tl.dot(k, query) * scale, -1e30)
-    higher = tl.maximum(top, tl.max(score, 0))
-    e = tl.where(seen[:, None], exp2(score - higher[None, :]), 0.0)
-    shrink = exp2(top - higher)
-    total = tl.dot(tl.trans(v), e.to(tl.bfloat16), total * shrink[None, :])
-    weights = weights * shrink + summed_as_rows(tl.trans(e), HEADS, BT, WARPS)
-    return total, higher, weights
-
-
-@triton.jit
-def attend_whole_positions(
-    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
-    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, SHORT: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """Compute what `attend_whole` does, to the bit, with `attend_positions`: x [R, H, DH] bf16.
-
-    A program computes HEADS of the heads that share a key head. If at most SHORT positions are left at the end of a
-    sequence, they are read as a tile of SHORT positions; the positions that this leaves out have weight 0.
-    """
-    row = tl.program_id(0)
-    share = H // G
-    groups = tl.cdiv(share, HEADS)
-    g = tl.program_id(1) // groups
-    record = rows + row * WORDS
-    length = tl.load(record + POSITION) + 1
-    # Heads by their number among those of the key head.
-    heads = tl.program_id(1) % groups * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, triton.next_power_of_2(DH))
-    base, blocks, shared, readable = regions_of(record, block_bytes)
-    table = tables + tl.load(record + TABLE) * table_blocks
-    at = (row * H + g * share + heads)[None, :] * DH + d[:, None]
-    used = within((heads < share)[None, :], d[:, None], DH)
-    query = tl.load(q + at, mask=used, other=0.0)
-    # Two levels of sums, as in `attend` and `combine`: one within the current split, one over all splits.
-    all_total = tl.zeros((triton.next_power_of_2(DH), HEADS), tl.float32)
-    all_top = tl.full((HEADS,), -1e30, tl.float32)
-    all_weights = tl.zeros((HEADS,), tl.float32)
-    total, top, weights = all_total, all_top, all_weights
-    first = None
-    begin = 0
-    if window is not None:
-        first = tl.maximum(length - window, 0)
-        begin = first // SPLIT * SPLIT
-    end = length
-    if (length % BT <= SHORT) & (length - length % BT >= begin):
-        end = length - length % BT
-    for j in range(begin, end, BT):
-        total, top, weights = attend_positions(
-            total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes,
-            block_bytes, g, G, scale, DH, HEADS, BT, WARPS,
-        )  # fmt: skip
-        # The end of a split, or of the sequence: add the split to the whole like `combine` does, and begin the next
-        # one.
-        if ((j + BT) % SPLIT == 0) | (j + BT >= length):
-            higher = tl.maximum(all_top, top)
-            shrink = exp2(all_top - higher)
-            its = exp2(top - higher)
-            # The same products and sums as in `combine`, in the same order, so the bits are equal.
-            all_total = all_total * shrink[None, :] + total * its[None, :]
-            all_weights = all_weights * shrink + weights * its
-            all_top = higher
-            total = tl.zeros((triton.next_power_of_2(DH), HEADS), tl.float32)
-            top = tl.full((HEADS,), -1e30, tl.float32)
-            weights = tl.zeros((HEADS,), tl.float32)
-    if end < length:
-        # The rest of the sequence ends its last split.
-        total, top, weights = attend_positions(
-            total, top, weights, query, table, base, blocks, shared, readable, end, first, length, layer_bytes,
-            block_bytes, g, G, scale, DH, HEADS, SHORT, WARPS,
-        )  # fmt: skip
-        higher = tl.maximum(all_top, top)
-        shrink = exp2(all_top - higher)
-        its = exp2(top - higher)
-        all_total = all_total * shrink[None, :] + total * its[None, :]
-        all_weights = all_weights * shrink + weights * its
-    result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[None, :])
-    tl.store(x + at, result.to(tl.bfloat16), mask=used)
 
 
 @triton.jit

@@ -148,12 +148,15 @@ def attended(
     programs = min(splits, 2)
     kind = f"{width}" if window is None else f"window_{width}"
     seen: dict[str, Any] = {} if window is None else {"window": window}
+    attend, whole_name = f"attend_{kind}", f"attend_whole_{kind}"
+    groups, whole_groups = (
+        -(-(heads // key_heads) // manifest().kernels[name].constants["HEADS"]) for name in (attend, whole_name)
+    )
     rig.launch(
-        f"attend_{kind}", (count, key_heads, programs), totals=totals, tops=tops, sums=sums, splits=splits, **read,
+        attend, (count, key_heads * groups, programs), totals=totals, tops=tops, sums=sums, splits=splits, **read,
         **seen,
     )  # fmt: skip
-    groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{kind}"].constants["HEADS"])
-    rig.launch(f"attend_whole_{kind}", (count, key_heads * groups), x=whole, **read, **seen)
+    rig.launch(whole_name, (count, key_heads, whole_groups), x=whole, **read, **seen)
     rig.launch(f"attend_prompt_{kind}", (count, key_heads), x=prompt, R=count, **read, **seen)
     if window is None:
         # Cut every sequence of two splits or more into spans of one split, as long as there is room for their parts.
