@@ -107,7 +107,9 @@ def load_parts(parts, splits, stride, offsets, mask):
     """Load up to 8 parts of a linear's sums, and wait for none of them. A linear has no more (`MAX_SPLITS`)."""
     loaded = (tl.load(parts + offsets, mask=mask, other=0.0),)
     for s in tl.static_range(1, 8):
-        loaded += (tl.load(parts + s * stride + offsets, mask=mask & (splits > s), other=0.0),)
+        # Triton unrolls this loop, so it permits a longer tuple in each turn.
+        part = tl.load(parts + s * stride + offsets, mask=mask & (splits > s), other=0.0)
+        loaded += (part,)  # type: ignore[assignment]
     return loaded
 
 
@@ -742,10 +744,11 @@ def combine(
         its_tops, its_sums, its_totals = (), (), ()
         for i in tl.static_range(UNROLLED - 1):
             inside = begin + i < end
-            its_tops += (tl.load(tops + at + begin + i, mask=inside, other=-1e30),)
-            its_sums += (tl.load(sums + at + begin + i, mask=inside, other=0.0),)
+            its_tops += (tl.load(tops + at + begin + i, mask=inside, other=-1e30),)  # type: ignore[assignment]
+            its_sums += (tl.load(sums + at + begin + i, mask=inside, other=0.0),)  # type: ignore[assignment]
             within_head = inside & (d < DH)
-            its_totals += (tl.load(totals + (at + begin + i) * DH + d, mask=within_head, other=-0.0),)
+            its_total = tl.load(totals + (at + begin + i) * DH + d, mask=within_head, other=-0.0)
+            its_totals += (its_total,)  # type: ignore[assignment]
         for i in tl.static_range(UNROLLED - 1):
             # The same rescaling as within a split, in ascending order of splits.
             higher = tl.maximum(top, its_tops[i])
