@@ -9,8 +9,8 @@ from gpulease.client.kernels.toolchain import checked_arch, compile_error, missi
 from gpulease.client.texts import quoted
 
 MAX_SOURCE_BYTES: Final = 16 << 20
-"""Length of the longest source, in characters. Stops a file of another kind, passed by mistake, before the compiler
-reads it."""
+"""Maximum length of a source, in characters, so that the compiler never reads a file of another kind that is passed by
+mistake."""
 
 _NAME: Final = b"kernel.cu"
 
@@ -33,7 +33,8 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
     """
     checked_options = _checked(source, options, arch)
     nvrtc = _nvrtc()
-    # Step 1: make a program of the source. Step 2: compile it. Step 3: copy its PTX. In any case, destroy the program.
+    # Step 1: make a program from the source. Step 2: compile it. Step 3: copy its PTX. In any case, destroy the
+    # program.
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), _NAME, 0, None, None)
     _check(nvrtc, result)
     try:
@@ -65,7 +66,7 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise InvalidRequest(f"compile: options must be a sequence of strings, not {quoted(options)}")
     for option in options:
-        # The architecture has a parameter of its own, which this option would contradict.
+        # The architecture has its own parameter, which this option would contradict.
         if option.startswith(("-arch", "--gpu-architecture")):
             raise InvalidRequest(
                 f"compile: the architecture can't be the option {quoted(option)}",
@@ -96,6 +97,6 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 
 def _check(nvrtc: Any, result: Any) -> None:
-    # Any other result is a failure of the compiler itself, about which only the result's name is known.
+    # Any other result is a failure of the compiler itself. Only the result's name says more about it.
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise compile_error("the CUDA C source", f"NVRTC reports {getattr(result, 'name', result)}")

@@ -97,7 +97,7 @@ class ElementwiseSource:
         self, in_params: Any, out_params: str = "", operation: str = "", name: str = "kernel", preamble: str = ""
     ) -> None:
         """Check the arguments of `GpuSession.elementwise`. Raises InvalidRequest."""
-        # If it is a CuPy object and not a text, take the description from that.
+        # If this is a CuPy object and not text, take the description from the object.
         if not isinstance(in_params, str):
             in_params, out_params, operation, name, preamble = _of_cupy(in_params)
         texts = (in_params, out_params, operation, name, preamble)
@@ -124,8 +124,8 @@ class ElementwiseSource:
         """Write the CUDA C for the dtypes and dimensions of a call, and pack its arguments.
 
         Args:
-            types: Element dtype by the parameter's kind; all of them are in C_TYPES.
-            values: One per parameter: a device array, or a number of that dtype as an array without dimensions.
+            types: Element dtypes by the parameters' kinds; all are in C_TYPES.
+            values: For each parameter, a device array, or a number of that dtype as an array without dimensions.
             shape: The shape over which the operation runs, with at least one element.
 
         Returns:
@@ -155,7 +155,7 @@ class ElementwiseSource:
         return self._text(types, text), text.args
 
     def _text(self, types: Mapping[str, np.dtype[Any]], text: "_KernelText") -> str:
-        # Each letter becomes a typedef, so that the operation's text needs no change.
+        # Make each letter a typedef, so that the operation's text needs no change.
         letters = sorted({parameter.kind for parameter in self.parameters if parameter.is_generic})
         step = "(long long)gridDim.x * blockDim.x"
         lines = [
@@ -270,9 +270,9 @@ def _parameters(text: str) -> tuple[SourceParameter, ...]:
 
 
 def _of_cupy(kernel: Any) -> tuple[Any, ...]:
-    """The description in CuPy's own `ElementwiseKernel`, which can be read without a driver. Raises InvalidRequest."""
+    """Return the description in a CuPy `ElementwiseKernel`, readable without a driver. Raises InvalidRequest."""
     try:
-        # Refuse an object with options, because without them the kernel could silently be another one.
+        # Refuse an object with options, because ignoring them could silently give another kernel.
         if kernel.kwargs:
             keywords = ", ".join(sorted(kernel.kwargs))
             raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {keywords} is not taken from its object")

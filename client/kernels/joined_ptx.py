@@ -34,5 +34,5 @@ def joined(kernel: str, functions: str) -> str:
 
 
 def undefined(ptx: str) -> list[str]:
-    """The sorted names of functions that a text declares, and that neither the text nor a driver defines."""
+    """Return the sorted names of functions that a text declares, but that neither the text nor a driver defines."""
     return sorted(set(_DECLARED.findall(ptx)) - set(_DEFINED.findall(ptx)) - _OF_THE_DRIVER)

@@ -1,7 +1,7 @@
 """Numba's CUDA kernels as launches: the signature of a call's arguments, the PTX for it, and the packed arguments.
 
 Numba's own compiler runs, for a named target instead of the process's card, so no driver is needed. It also compiles
-the device functions that a kernel calls; those that numba has as CUDA C (for float16) are compiled by NVRTC.
+the device functions that a kernel calls. NVRTC compiles those that numba has as CUDA C (for float16).
 
 Arguments are laid out as in numba-cuda's dispatcher (`_prepare_args`): an array is null, null, the number of elements,
 the item size, the address, the shape and the strides, each in 8 bytes.
@@ -35,11 +35,11 @@ _ENTRY: Final = re.compile(r"\.visible\s+\.entry\s+([\w$]+)")
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 _PASSED_ON: Final = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
-"""Options of `@cuda.jit` that numba's PTX compiler accepts too."""
+"""Options of `@cuda.jit` that numba's PTX compiler also accepts."""
 
 _REFUSED: Final = ("link", "extensions")
 """Options of `@cuda.jit` that need numba's own linker or dispatcher. `lto` is not among them: it only changes speed,
-and numba sets it by itself where nvJitLink is installed."""
+and numba sets it by itself if nvJitLink is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
     named, thread = _NamedDevice(arch), threading.get_ident()
     with global_compiler_lock:
         ask_driver = dispatcher.get_current_device
-        # Another thread may ask for the card without holding the lock; it gets the driver's answer.
+        # Another thread may ask for the card without holding the lock, and gets the driver's answer.
         dispatcher.get_current_device = lambda: named if threading.get_ident() == thread else ask_driver()
         try:
             yield
@@ -70,7 +70,7 @@ def _device_functions_for(arch: tuple[int, int]) -> Iterator[None]:
 
 
 NVRTC_MAJOR: Final = "13"
-"""Major version of NVRTC, which the extra pins: numba-cuda has a folder of headers for each."""
+"""Major version of NVRTC, which the extra pins. numba-cuda has a folder of headers for each major version."""
 
 
 class NumbaKernel:
@@ -80,7 +80,7 @@ class NumbaKernel:
         """Check the function.
 
         Args:
-            function: What `@cuda.jit` made, or a Python function.
+            function: A result of `@cuda.jit`, or a Python function.
             types: Its signature in numba's notation, "void(float32, float32[:])"; if None, each call's arguments
                 determine it.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
@@ -175,8 +175,8 @@ class NumbaKernel:
         return self._declared
 
     def _kind(self, name: str, value: Any) -> Any:
-        """The type that numba gives a value. Raises LaunchFailed for one that a kernel can't take."""
-        # Layout "C" lets numba compile simpler addressing; "A" is right for any strides.
+        """Return numba's type of a value. Raises LaunchFailed for a value that a kernel can't take."""
+        # Layout "C" lets numba compile simpler addressing; layout "A" is correct for any strides.
         if isinstance(value, ArrayView):
             layout = "C" if value.is_contiguous else "A"
             return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
@@ -194,7 +194,7 @@ class NumbaKernel:
         return kind
 
     def _check_packable(self, name: str, kind: Any) -> None:
-        # A tuple is packed member by member; anything but numbers needs numba's own data model.
+        # A tuple is packed member by member. Members other than numbers would need numba's own data model.
         types = self._types
         if isinstance(kind, types.BaseTuple):
             for member_kind in kind:
@@ -220,7 +220,7 @@ class NumbaKernel:
             raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
 
     def _rank(self, kind: Any) -> int:
-        """Order of the kinds of numbers: a type accepts numbers of its own rank and below."""
+        """Return the rank of a kind of number. A type accepts numbers of its own rank and below."""
         kinds = (self._types.Boolean, self._types.Integer, self._types.Float, self._types.Complex)
         return next((rank for rank, kind_of_rank in enumerate(kinds) if isinstance(kind, kind_of_rank)), len(kinds))
 
@@ -237,12 +237,12 @@ class NumbaKernel:
                 )
                 texts = library.get_asm_strs(cc=self._arch)
         except Exception as error:
-            # Numba's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
+            # Numba's passes raise all kinds of exceptions. The user gets one kind of error, with the full text.
             if type(error).__name__ in ("DynamicLibNotFoundError", "NvvmSupportError"):
                 raise missing("CUDA's compiler library", "numba") from None
             reason = _COLOURS.sub("", f"{type(error).__name__}: {error}")
             lines = [line for line in reason.splitlines() if line.strip()]
-            # If there are more lines, the first only names the compiler's step.
+            # If there are several lines, the first only names the compiler's step.
             raise compile_error(f"numba's kernel {self.name}", reason, lines[min(1, len(lines) - 1)]) from None
         if len(texts) > 1:
             hint = "Use lineinfo=True instead, or compile the device functions into the kernel with inline='always'"

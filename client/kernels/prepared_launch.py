@@ -10,8 +10,8 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Failure, Status
 
 MAX_VARIANTS: Final = 256
-"""Maximum number of compiled variants of one kernel in memory. Stops a constant that differs in every call from filling
-the memory. When there are more, all are dropped, and compiled again or found on disk."""
+"""Maximum number of compiled variants of one kernel in memory, so that a constant that differs in every call can't fill
+memory. When there are more, all are dropped, and compiled again or found on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ NOTHING_LAUNCHED: Final = 0
 
 
 def launch_failed(name: str, reason: str, hint: str = "") -> LaunchFailed:
-    """The error of a call that does not fit its function.
+    """Return the error for a call that does not fit its function.
 
     Args:
         name: The kernel's name.

@@ -8,8 +8,8 @@ from gpulease.client.texts import quoted
 from gpulease.protocol import Failure, Status
 
 DEFAULT_ARCH: Final = 80
-"""Compute capability to compile for by default: every card since 2020 and the embedded driver run it, because PTX runs
-on newer cards."""
+"""Compute capability to compile for by default. Every card since 2020 and the embedded driver can run it, because PTX
+also runs on newer cards."""
 
 MIN_ARCH: Final = 75
 """Oldest compute capability that NVRTC 13 compiles for."""
@@ -18,8 +18,8 @@ MAX_ARCH: Final = 121
 """Newest compute capability that NVRTC 13.0 compiles for."""
 
 _PTX_OF_CUDA_12: Final = (80, 81, 82, 83, 84, 85, 85, 86, 87, 88)
-"""The newest PTX versions that drivers of CUDA 12.0 to 12.9 accept, as 84 for 8.4. For CUDA 13.x the version is 9.x
-(PTX ISA, "Release Notes", "PTX Release History")."""
+"""The newest PTX versions that drivers of CUDA 12.0 to 12.9 accept, such as 84 for 8.4. For CUDA 13.x the version is
+9.x (PTX ISA, "Release Notes", "PTX Release History")."""
 
 _VERSION: Final = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 
@@ -27,7 +27,7 @@ _LINE: Final = re.compile(r"\((\d+)\): (?:catastrophic )?error|\bat (\d+):\d+:|^
 
 
 def checked_arch(arch: Any) -> int:
-    """The compute capability to compile for; DEFAULT_ARCH for None. Raises InvalidRequest for anything but a number."""
+    """Return the compute capability to compile for; DEFAULT_ARCH for None. Raises InvalidRequest."""
     if arch is None:
         return DEFAULT_ARCH
     if type(arch) is not int or not MIN_ARCH <= arch <= MAX_ARCH:
@@ -39,7 +39,7 @@ def checked_arch(arch: Any) -> int:
 
 
 def ptx_version_of(cuda_version: int) -> int | None:
-    """The newest PTX version that a driver accepts, as 90 for 9.0; None if unknown.
+    """Return the newest PTX version that a driver accepts, as 90 for 9.0; None if unknown.
 
     Args:
         cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
@@ -55,7 +55,7 @@ def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
     """Return the image if the session's driver accepts its PTX version. Raises LoadFailed if the version is too new.
 
     Args:
-        image: PTX text, or a cubin, which is returned as it is.
+        image: PTX text, or a cubin, which is returned unchecked.
         cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
     """
     most = ptx_version_of(cuda_version)
@@ -72,7 +72,7 @@ def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
 
 
 def missing(tool: str, extra: str) -> Unsupported:
-    """The error of a compiler that is not installed.
+    """Return the error for a compiler that is not installed.
 
     Args:
         tool: The compiler's name.
@@ -82,15 +82,15 @@ def missing(tool: str, extra: str) -> Unsupported:
 
 
 def compile_error(subject: str, log: str, first: str = "") -> LoadFailed:
-    """The error of a source that does not compile.
+    """Return the error for a source that does not compile.
 
     Args:
         subject: The source, for the message.
-        log: All that the compiler printed.
+        log: The compiler's whole output.
         first: The summary for the message; if "", the log's first error, or its last line.
     """
     log = log.replace("\0", "").strip()
-    # NVRTC, Triton and numba each write a line number in another form.
+    # NVRTC, Triton and numba each write line numbers in a different form.
     match = _LINE.search(log)
     line = int(match[1] or match[2] or match[3]) if match else 0
     first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])

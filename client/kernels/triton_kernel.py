@@ -40,7 +40,7 @@ class _Pointer:
         self.buffer, self.offset, self.dtype = buffer, offset, dtype
 
     def data_ptr(self) -> int:
-        """The device address; Triton compiles a variant for multiples of 16."""
+        """Return the device address. Triton compiles a variant for multiples of 16."""
         return self.buffer.handle + self.offset
 
 
@@ -53,8 +53,9 @@ class TritonKernel:
         """Check the function.
 
         Args:
-            function: What `@triton.jit` made.
-            types: By parameter, Triton's type for plain buffers: `{"x": "*fp32"}`. Arrays have dtypes.
+            function: A result of `@triton.jit`.
+            types: By parameter, Triton's type for plain buffers: `{"x": "*fp32"}`. Arrays need none, because they have
+                dtypes.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
             cuda: The CUDA version of the card's driver, 13000 for 13.0; 0 if unknown.
 
@@ -122,8 +123,8 @@ class TritonKernel:
             LoadFailed: It does not compile for these types.
             Unsupported: It needs something that launches here don't have.
         """
-        # Step 1: replace device memory by objects that Triton's binder accepts, and add the options that Triton's call
-        # adds.
+        # Step 1: replace device memory with objects that Triton's binder accepts, and add the options that Triton's
+        # call adds.
         arguments = [self._stand_in(index, value) for index, value in enumerate(args)]
         named = {name: self._stand_in(name, value) for name, value in keywords.items()}
         named["debug"] = named.get("debug", self.function.debug) or self._knobs.runtime.debug
@@ -135,7 +136,7 @@ class TritonKernel:
             named.setdefault("ptx_version", self._ptx_version)
         if FUSION_VARIABLE not in os.environ:
             named.setdefault("enable_fp_fusion", True)
-        # Step 2: bind. The result is the arguments by name, the type or constant of each, and the compiler's options.
+        # Step 2: bind. The results are the arguments by name, the type or constant of each, and the compiler's options.
         try:
             bound, specialization, options = self._bind(*arguments, **named)
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -145,7 +146,7 @@ class TritonKernel:
         kinds = [self._typed(kind, values.get(name)) for name, kind in zip(bound, specialization, strict=True)]
         compiled = self._compiled(bound, kinds, named, options)
         self._check_globals()
-        # Step 4: the grid, which may be computed from the arguments as the program passed them.
+        # Step 4: get the grid, which may be computed from the arguments as the program passed them.
         launch_grid = grid(dict(bound) | values) if callable(grid) else grid
         try:
             sizes = tuple(size.__index__() for size in launch_grid)
@@ -181,10 +182,11 @@ class TritonKernel:
         return dict(zip(self.function.arg_names, args, strict=False)) | dict(keywords)
 
     def _stand_in(self, place: int | str, value: Any) -> Any:
-        """An object for the value that Triton's binder accepts: a tensor's substitute, or a Python number."""
+        """Return an object for the value that Triton's binder accepts: a tensor's substitute, or a Python number."""
         names = self.function.arg_names
         name = place if isinstance(place, str) else names[place] if place < len(names) else ""
-        # Step 1: values of the host. Step 2: device memory, with an offset or as an array. Step 3: its element type.
+        # Step 1: handle values on the host. Step 2: handle device memory, an offset into it, or an array. Step 3: find
+        # its element type.
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, np.ndarray):
@@ -198,8 +200,8 @@ class TritonKernel:
             return value
         if buffer is not value:
             offset = value.address - buffer.handle
-        # The element type: the array's own, or for a plain buffer the annotation or `types`. If both exist they must
-        # agree.
+        # The element type is the array's own or, for a plain buffer, the annotation's or that in `types`. If both
+        # exist, they must agree.
         declared = (self._annotated.get(name) or self._types.get(name) or "").removeprefix("*").removeprefix("k")
         element = self._element(name, dtype) if dtype is not None else declared
         if not element:
@@ -218,7 +220,7 @@ class TritonKernel:
         return str(element)
 
     def _typed(self, kind: tuple[str, Any], value: Any) -> tuple[str, Any]:
-        """Correct a number's type: a numpy scalar has its own, which Triton's binder does not see."""
+        """Correct the type of a numpy scalar, which Triton's binder does not see."""
         if not isinstance(value, np.generic) or kind[0] == "constexpr":
             return kind
         letter = {"i": "i", "u": "u", "f": "fp", "b": "u"}.get(value.dtype.kind)
@@ -232,7 +234,7 @@ class TritonKernel:
     ) -> CompiledKernel:
         from triton.runtime.jit import _replace_jit_callables
 
-        # A function among the constants is identified by its source: another function may have the same name.
+        # A function among the constants is identified by its source, because another function may have the same name.
         key = [str(_replace_jit_callables(kinds)), repr(sorted(options.items()))]
         if self._knobs.runtime.add_stages_inspection_hook is not None:
             key += map(str, self._knobs.runtime.add_stages_inspection_hook())
@@ -258,13 +260,13 @@ class TritonKernel:
             raise self._failed(str(error)) from None
         source = ASTSource(self.function, signature, constants, attributes)
         try:
-            # An ASTSource with a target: Triton finds or compiles it without asking for a current card.
+            # With an ASTSource and a target, Triton finds or compiles the kernel without asking for a current card.
             compiled = triton.compile(source, target=self._target, options=settings.__dict__)
         except Exception as error:
-            # Triton's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
+            # Triton's passes raise all kinds of exceptions. The user gets one kind of error, with the full text.
             raise compile_error(f"Triton's kernel {self.name}", f"{type(error).__name__}: {error}") from None
         metadata = compiled.metadata
-        # Refuse features that launches here don't have by name, because the launch would fail on the card.
+        # Refuse features that launches here don't have, with their names, because the launch would fail on the card.
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise Unsupported(f"kernel {self.name} needs scratch memory, which launches don't provide")
         if settings.num_ctas > 1:
@@ -297,7 +299,7 @@ class TritonKernel:
 
 
 def _own_ptx_version(arch: int) -> int:
-    """The PTX version that Triton writes by default: its assembler's, 94 for 9.4."""
+    """Return the PTX version that Triton writes by default, its assembler's: 94 for 9.4."""
     from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
 
     return int(ptx_get_version(get_ptxas(arch).version))

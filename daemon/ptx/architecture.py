@@ -9,16 +9,16 @@ NEWEST_PTX: Final = (9, 5)
 """The newest PTX version that this driver accepts."""
 
 _TARGET: Final = re.compile(r"sm_([1-9]\d{1,2})([af]?)", re.ASCII)
-# Major times 10 plus minor.
+# Each is the major version times 10 plus the minor version.
 _KNOWN: Final = frozenset((50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
-"""The compute capabilities of real cards. Refusing any other number finds a mistyped setting, which would otherwise
-reject images that the user's card accepts.
+"""The compute capabilities of real cards. Any other number in a setting is refused as a typing mistake, which would
+otherwise reject images that the user's card accepts.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A compute capability, as major times 10 plus minor: 90 for 9.0."""
+    """A compute capability, as the major version times 10 plus the minor: 90 for 9.0."""
 
     number: int = 90
 
@@ -38,7 +38,8 @@ class Architecture:
         # A card runs code for older cards, never code for newer ones.
         if number > self.number:
             return f"the image is for {target}, this device is {self}"
-        # Suffix "a": architecture-specific, for exactly this capability. Suffix "f": for its family, one major version.
+        # With the suffix "a", code is for exactly this capability; with "f", for its family, which is one major
+        # version.
         if suffix == "a" and number != self.number:
             return f"the image is for {target}, which runs on sm_{number} alone; this device is {self}"
         if suffix == "f" and number // 10 != self.number // 10:

@@ -79,14 +79,14 @@ _EVENTS: dict[int, str] = {
     Access.NO_FUNCTION: "call through {:#x}, which is not a function with these parameters,",
     Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
     Access.NO_TARGET: "branch by the index {}, which is past its targets,",
-    # Faults of threads that wait for one another. The number is that of the barrier, or the member mask.
+    # Faults of threads that wait for one another. The number is the barrier's, or it is the member mask.
     Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
     Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
     Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
     Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
     Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
 }
-# Spaces that a tenant's program does not distinguish: for both, CUDA reports "illegal address" without a space.
+# Spaces that a tenant's program does not distinguish. For both, CUDA reports "illegal address" without a space.
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
@@ -104,12 +104,12 @@ def describe(
     """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     location = f"{place} in kernel {kernel}, PTX line {fault.line}"
-    # Step 1: an assertion: its record holds three addresses of texts and a line number.
+    # Step 1: an assertion, whose record holds three addresses of texts and a line number.
     if fault.access == Access.ASSERTION:
         message, file, function = (text_at(fault.assertion[n]) for n in range(3))
         failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
         return KernelFault(f"{failed} {location}", tag=tag, kernel=kernel)
-    # Step 2: an event other than an access of memory: a trap, a barrier, a call through a bad pointer.
+    # Step 2: an event other than a memory access, such as a trap, a barrier, or a call through a bad pointer.
     if fault.access in _EVENTS:
         return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {location}", tag=tag, kernel=kernel)
     # Step 3: a memory access. Alignment is checked before bounds, so a misaligned address is reported as misaligned.
@@ -131,7 +131,7 @@ def _triple(numbers: "list[int]") -> str:
     return f"({numbers[0]},{numbers[1]},{numbers[2]})"
 
 
-# Where a packed launch has its tag; a replay changes only these bytes.
+# The offset of a packed launch's tag. A replay changes only these bytes.
 _TAG_AT: Final = QueuedLaunch.tag.offset
 _TAG_END: Final = _TAG_AT + QueuedLaunch.tag.size
 
@@ -178,13 +178,13 @@ class CpuGraph:
         """Do nothing: native code queues no graph of this driver."""
 
     def close(self) -> None:
-        """Close the graph; the queue holds copies, so nothing waits (`Graph.close`)."""
+        """Close the graph. The queue holds copies, so no wait is needed (`Graph.close`)."""
         self._steps.clear()
         self._replays.clear()
         self._kernels.clear()
 
     def _replay_of(self, step: Step) -> _Replay:
-        # A launch: check and pack it now, split around the tag.
+        # Check and pack a launch now, split around the tag.
         context = self._context
         if isinstance(step, KernelStep):
             record, is_shared = context.record(
@@ -221,7 +221,7 @@ class _Position:
         self._queued = queued
 
     def is_done(self) -> bool:
-        """Return whether all of it has run, or was skipped because of a fault."""
+        """Return whether everything has run, or was skipped because of a fault."""
         _, ended_count = self._stream.progress()
         return ended_count >= self._queued
 
@@ -262,12 +262,12 @@ class CpuContext:
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
         self._last_stream = 0
-        # The kernel that writes an event's time, made for the first event, and the addresses of unused stamps.
+        # The kernel that writes an event's time, which the first event makes, and the addresses of unused stamps.
         self._stamp: CpuKernel | None = None
         self._stamps: list[int] = []
         self._stamps_at = 0
         self._is_closed = False
-        # A kernel may still run when the interpreter ends and frees its objects: this reference keeps the memory that
+        # A kernel may still run when the interpreter ends and frees its objects. This reference keeps the memory that
         # the kernel uses, and only `close` drops it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -276,7 +276,7 @@ class CpuContext:
 
         The memory begins at `at`, unless that is 0 or already in use.
         """
-        # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
+        # The order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
         self._arena = MemoryArena(self._slice_bytes, at)
         self._prints = PrintBuffer()
         self._regions = EmbeddedRegions(self._arena)
@@ -306,7 +306,7 @@ class CpuContext:
 
     @property
     def rounding_bytes(self) -> int:
-        """Return 0: the arena rounds addresses, not memory; only touched pages take memory."""
+        """Return 0: the arena rounds addresses, but only touched pages take memory."""
         return 0
 
     @property
@@ -334,7 +334,7 @@ class CpuContext:
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
-        # Kernels before the copy may use the bytes. If one of them faults, raise that fault.
+        # Kernels queued before the copy may use the bytes. If one of them faults, raise its fault.
         self.sync(poll)
         source = data.cast("B")
         self._bytes_at(address, source.nbytes)[:] = source
@@ -488,7 +488,7 @@ class CpuContext:
 
     def region_release(self, address: int) -> None:
         """Make later accesses to a region's addresses fault (`Context.region_release`)."""
-        # The count of stray accesses ends with the region, so report it first.
+        # The count of stray accesses is lost with the region, so report it first.
         self._name_strays()
         self._regions.release(address)
 
@@ -531,7 +531,7 @@ class CpuContext:
         return self._time_ns(end) - self._time_ns(start)
 
     def event_times_ns(self, events: Sequence[DriverEvent]) -> list[int]:
-        """Return their stamps, which are parked, too (`Context.event_times_ns`)."""
+        """Return the stamps, which are also parked (`Context.event_times_ns`)."""
         return [self._time_ns(event) for event in events]
 
     def _time_ns(self, event: DriverEvent) -> int:
@@ -573,7 +573,7 @@ class CpuContext:
     # --- Modules -----------------------------------------------------------------------------------------------
 
     def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> CpuModule:
-        """Load PTX text (`Context.module_load`); this driver takes no cubins."""
+        """Load PTX text (`Context.module_load`). This driver accepts no cubins."""
         return self._load(image, admit)
 
     def _load(self, image: bytes, admit: AdmitModule, place: ModulePlace | None = None) -> CpuModule:
@@ -656,7 +656,7 @@ class CpuContext:
         """Return the functions that report how much has run (`Context.progress`)."""
         code = stream_code()
         idle, mark, reached = map(code.address, ("idle", "mark", "reached"))
-        # A wait is woken by the launch that ends it.
+        # The launch that ends a wait also wakes the waiter.
         return CardProgress(ctypes.addressof(self._stream.state), idle, mark, reached, prepare=_nothing, sleeps=False)
 
     def _record(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
@@ -730,7 +730,7 @@ class CpuContext:
         return CpuGraph(self, steps)
 
     def flush_printed(self) -> None:
-        """Write what kernels printed (`Context.flush_printed`); `sync` has done it if nothing was launched since."""
+        """Write kernels' output (`Context.flush_printed`). `sync` has done so if nothing was launched since."""
         self._flush()
 
     def watch(self, poll: Poll) -> None:
@@ -748,7 +748,7 @@ class CpuContext:
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
-        """Take the fault (`Context.fault`). First skip the launches after it, which takes microseconds."""
+        """Take the fault (`Context.fault`). First skips the launches after it, which takes microseconds."""
         if not self._stream.has_fault:
             return None
         # The fault record is stable only once the stream has stopped.
@@ -828,7 +828,7 @@ def _pass(kernel: DriverKernel) -> None:
 
 
 def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
-    """Raise LaunchRejected for a grid or block that no card, or this kernel, would not accept."""
+    """Raise LaunchRejected for a grid or block that no card accepts, or that this kernel does not."""
     x, y, z = grid
     # All cards have the same bounds of grid and block. The kernel may set tighter ones.
     if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):

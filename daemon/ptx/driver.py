@@ -25,7 +25,7 @@ class CpuDriver:
     def preload(self) -> None:
         """Compile the driver's own native code, which forked workers then share. Starts no thread.
 
-        Raises DriverError for a setting that can't be used, before any worker would.
+        Raises DriverError for an unusable setting, before any worker is forked.
         """
         host_threads()
         stream_code()
@@ -45,7 +45,7 @@ class CpuDriver:
         return self._open(slice_bytes)
 
     def rewind(self, context: Context) -> Opening:
-        """Close a warmed-up context. The next context reuses code and touched pages, which belong to the process."""
+        """Close a warmed-up context. The next context reuses its code and touched pages: they belong to the process."""
         context.close()
         return self._open
 

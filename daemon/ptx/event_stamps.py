@@ -1,7 +1,7 @@
 """Events of the embedded driver: a built-in kernel, queued like any other, writes the time.
 
-One array of device memory holds all stamps. The queue keeps its order, so a slot may be used again while a forgotten
-event's stamp is still to come: the new stamp is written later.
+One array of device memory holds all stamps. The queue keeps its order, so a slot may be reused before a forgotten
+event's stamp is written, because the new stamp is written later.
 """
 
 from typing import Final
@@ -28,7 +28,7 @@ ALL_STAMPS_BYTES: Final = MAX_EVENTS * STAMP_BYTES
 
 
 class StampedEvent:
-    """An event; its slot is free again once nothing refers to the event.
+    """An event. Its slot is free again when nothing refers to the event.
 
     Attributes:
         address: Device address of its stamp.

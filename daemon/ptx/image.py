@@ -1,10 +1,10 @@
 """Translates an image, keeps its code, and loads it into a context (the interface's `Module` and `Kernel`).
 
-Every mistake in an image is found when the image is loaded. If a kernel can't be translated, the reason is kept, and
-the kernel's launches are refused with it. If no kernel can be translated, the image is refused. Kernels are compiled
-when they are first launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls
-functions by name, and finds variables in a table that each launch names. So this process or a later one can use it
-again (`daemon/native/code_cache.py`).
+Every mistake in an image is found when the image is loaded. If a kernel can't be translated, the kernel's launches are
+refused for that reason. If no kernel can be translated, the image is refused. Kernels are compiled when they are first
+launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls functions by name,
+and finds variables in a table that each launch names. So this process or a later one can use it again
+(`daemon/native/code_cache.py`).
 """
 
 import ctypes
@@ -68,7 +68,7 @@ class KernelFacts:
         symbol: The name of the kernel's function in that part.
         is_cooperative: Whether only a cooperative launch could run the kernel; see `cooperative_refused`.
         needs: The memory that a block of the kernel takes in addition to shared memory.
-        refusal: Why the kernel can't be translated, and what to do; symbol and needs are empty then. None if it can be
+        refusal: Why the kernel can't be translated, and what to do; symbol and needs are then empty. None if it can be
             translated.
     """
 
@@ -88,7 +88,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleVariable:
-    """A variable of the module: its initial value, and the addresses in this value that are known only at load."""
+    """A variable of the module: its initial value, and the addresses in it that are known only when it is loaded."""
 
     name: str
     size: int
@@ -144,7 +144,7 @@ def translate_image(
     # Parse the text to a tree, and resolve each kernel's functions and shared variables in it.
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
-    # Refuse an image that can't be loaded before the long translation.
+    # Before the long translation, refuse an image that can't be loaded.
     check_size(variables, slice_bytes)
     parts = translate(tree, shuffle)
     sources = tuple(PartSource.of(part.text, part.effort, is_once=part.is_once) for part in parts)
@@ -160,7 +160,7 @@ def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
 
 def _decode(image: bytes) -> str:
     """Return the PTX text. Raises ImageRejected for a binary, and for text that is too long or not UTF-8."""
-    # Give a hint for a binary, because it would run on a card.
+    # For a binary, give a hint, because it would run on a card.
     kind = _BINARY_MAGICS.get(image[:4])
     if kind is not None:
         raise ImageRejected(
@@ -259,7 +259,7 @@ def load_code(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> LoadedCode:
     """Return an image's code, translated now or earlier for this architecture and order. Raises ImageRejected."""
-    # The architecture decides which images are refused, and the seed is compiled into the code: both belong to the key.
+    # The architecture decides which images are refused, and the seed is compiled into the code, so the key has both.
     key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
     code = _cached_code.get(key)
     if code is None:
@@ -352,11 +352,11 @@ class CpuKernel:
         required_block: The block that its .reqntid demands, or None.
         static_shared_bytes: Shared memory that its variables take.
         dynamic_shared_offset: Where shared memory requested at launch begins.
-        code: The code that has its runner, the function that runs blocks.
-        symbol: The runner's name there.
+        code: The code with its runner, the function that runs blocks.
+        symbol: The runner's name in that code.
         variables: Host address of its module's table of variables.
-        needs: What a block of it takes.
-        running: How it runs, which native code reads and writes.
+        needs: The memory that a block of the kernel takes.
+        running: The state of its execution, which native code reads and writes.
         running_at: The host address of `running`.
         is_cooperative: Whether only a cooperative launch could run it.
         refusal: Why it can't run and what to do, or None.
@@ -389,7 +389,7 @@ class CpuKernel:
         """Return the host address of its runner for a launch of this many threads. Raises LaunchRejected.
 
         Compiles the kernel before its first launch. Optimises it before a launch for which the first code is too slow:
-        a launch of many threads, or any launch once the first code has run for long.
+        a launch of many threads, or any launch after the first code has run for long.
         """
         running = self.running
         left_ns = running.first_code_ns
@@ -400,7 +400,7 @@ class CpuKernel:
         return int(running.entry)
 
     def figures(self) -> Figures:
-        """Return how much of a block's shared memory its variables leave free, and the bytes of its local windows."""
+        """Return the shared memory of its variables, the shared memory that these leave free, and its local memory."""
         return Figures(
             self.static_shared_bytes,
             MAX_SHARED_BYTES - self.dynamic_shared_offset,
@@ -446,22 +446,22 @@ def load(
     `place` describes a module from another context, whose variables, with their contents, are in the arena already. The
     image must match it.
     """
-    # Step 1: get the code, perhaps from the cache, and the caller's consent to the memory that it takes.
+    # Step 1: get the code, perhaps from the cache, and the caller's consent to the memory that the code takes.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)
     addresses = _place(variables, arena) if place is None else place.addresses
     handles = _handles_of(code, place)
-    # Step 2: the variables have addresses now. Give handles to the addressed functions, then fill in the initialisers.
+    # Step 2: the variables now have addresses, and the addressed functions have handles. Fill in the initialisers.
     names = [variable.name for variable in variables]
     address_of = dict(zip(names, addresses, strict=True))
     if place is None:
         _relocate(variables, address_of | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
-    # Step 3: make the table in which compiled code finds both, in the order in which the translation numbered them.
+    # Step 3: make the table in which compiled code finds addresses and handles, in the translation's order.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
-    # Step 4: a kernel object for each entry point.
+    # Step 4: make a kernel object for each entry point.
     kernels = {
         facts.name: _kernel(
             facts,
@@ -487,7 +487,7 @@ def _handles_of(code: LoadedCode, place: ModulePlace | None) -> dict[str, int]:
 
 
 def _place(variables: tuple[ModuleVariable, ...], arena: MemoryArena) -> tuple[int, ...]:
-    """Allocate each variable and write its first value. A variable of no bytes gets the null address."""
+    """Allocate each variable and write its first value. An empty variable gets the null address."""
     addresses: list[int] = []
     try:
         for variable in variables:

@@ -1,4 +1,4 @@
-"""A part of an image: its IR, and from the first launch of one of its kernels also native code.
+"""A part of an image: its IR and, from the first launch of one of its kernels on, its native code.
 
 Most kernels of a large module are never launched, and LLVM takes ten times as long as parsing and translating. So an
 image is parsed, translated and perhaps refused when it is loaded, and each part is compiled on demand. IR is kept
@@ -27,11 +27,11 @@ _COMPRESSION = 1
 FIRST_EFFORTS: Final[Mapping[Effort, Effort]] = {
     Effort.FULL: Effort.FIRST,
     Effort.FEW: Effort.FIRST,
-    # As in full compilation, nothing is inlined, because the code is long.
+    # As in the full compilation, inline nothing, because the code is long.
     Effort.SOME: Effort.LEAST,
 }
-"""The effort for a part's first code, by its full effort, which takes several times as long. Parts with another effort
-are compiled once.
+"""The effort for a part's first code, by its full effort, which takes several times as long. Parts with other efforts
+are compiled only once.
 """
 
 
@@ -43,7 +43,7 @@ class PartSource:
         effort: The value of its Effort.
         key: The key under which its object code is kept for other processes.
         packed: Its IR, compressed.
-        is_once: Whether it is compiled once, with its effort. Otherwise it has first code before.
+        is_once: Whether it is compiled only once, with its own effort. Otherwise it is first compiled quickly.
     """
 
     effort: str

@@ -1,7 +1,7 @@
 """Bounds of the driver, and the refusal of an image that exceeds one.
 
 A tenant writes the PTX, so everything that a tenant can make large has a bound here. The names contain the units. The
-comment of each limit names the attack that it stops, or the card that has the same limit.
+comment of each limit names the attack that it prevents, or the card that has the same limit.
 """
 
 from gpulease.daemon.drivers.interface import ImageRejected
@@ -20,20 +20,21 @@ def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hi
 
 # --- PTX text --------------------------------------------------------------------------------------------------
 
-# Stops texts that would take seconds to scan before any other limit could refuse them. nvcc's largest kernels are a few
-# MB.
+# Maximum size of an image, because longer texts would take seconds to scan before any other limit applies. nvcc's
+# largest kernels are a few MB.
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 
-# Blocks within blocks: stops text like "{{{{" from growing the scope stack without end.
+# Maximum depth of blocks within blocks, so that text like "{{{{" can't grow the scope stack without end.
 MAX_BLOCK_DEPTH = 64
 
-# Stops `%r<999999999>`. Ranges are never expanded in memory, but a number larger than in any real kernel is an attack.
+# Refuses `%r<999999999>`. Ranges are never expanded in memory, but a number larger than in any real kernel is an
+# attack.
 MAX_REGISTERS_PER_RANGE = 1 << 20
 
-# Bounds the compile time and memory of one kernel: generic accesses, the worst case, then take 13 s and 1.7 GB.
+# Bounds the compile time and memory of one kernel. Generic accesses, the worst case, then take 13 s and 1.7 GB.
 MAX_INSTRUCTIONS = 1 << 15
 
-# Instructions of all kernels and functions of an image: each is an object of about 700 bytes while the image is loaded.
+# Instructions of all kernels and functions of an image. Each is an object of about 700 bytes while the image is loaded.
 MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
 # Instructions of a kernel into which functions are inlined because their loops watch memory. Each such loop saves the
@@ -47,28 +48,28 @@ MAX_FUNCTIONS = 4096
 # Registers that occur in a function. Each becomes a stack slot before optimisation.
 MAX_REGISTERS_PER_FUNCTION = 1 << 16
 
-# Digits of one number: Python's int() is quadratic in them. 64 binary digits and a prefix fit.
+# Digits of one number, because Python's int() takes quadratic time. 64 binary digits and a prefix fit.
 MAX_NUMBER_CHARACTERS = 80
 
-# Initialisers written out in the text, per image: each is one Python object while parsing.
+# Initialisers written out in the text of an image. Each is a Python object while the image is parsed.
 MAX_INITIALISERS = 1 << 20
 
-# Operands of one instruction: the widest real one (mma) has under 40.
+# Operands of one instruction. The widest real one (mma) has fewer than 40.
 MAX_OPERANDS = 64
 
-# Liveness over a kernel with barriers costs registers x blocks bits; this many are 32 MiB.
+# Liveness in a kernel with barriers costs registers x blocks bits. This many bits are 32 MiB.
 MAX_LIVENESS_BITS = 1 << 28
 
 # Visits of blocks during the liveness analysis. Real kernels need a few for each block; a hostile kernel can need
 # millions.
 MAX_LIVENESS_VISITS = 1 << 20
 
-# Values that LLVM merges where paths join, in one function: each takes about 4 KB and 10 us. 100 KB of text with 1000
+# Values that LLVM merges where paths join, in one function. Each takes about 4 KB and 10 us. 100 KB of text with 1000
 # registers that are live in all of 1000 blocks have a million such values; large real kernels have about 10,000.
 MAX_MERGES = 1 << 18
 
-# Lines of IR of a kernel and its functions, or of kernels with functions in common: a generic access has 54, an
-# addition of a vector to memory 267. Leaves room for MAX_INSTRUCTIONS generic accesses.
+# Lines of IR of a kernel and its functions, or of kernels with functions in common: enough for MAX_INSTRUCTIONS generic
+# accesses. A generic access has 54 lines, an addition of a vector to memory 267.
 MAX_IR_LINES = 1_800_000
 
 # The same limit for all kernels of an image together, which take memory and time when the image is loaded.
@@ -103,7 +104,7 @@ FIRST_CODE_NS_PER_SIMPLIFIED_BYTE = 7_000
 # long as optimising it.
 MAX_FIRST_CODE_THREADS = 1 << 20
 
-# Functions that a kernel reaches. The optimiser follows calls, and a chain of 2000 takes minutes.
+# Functions that an optimised kernel reaches. The optimiser follows calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
 
 # Steps along calls to find the functions that each kernel reaches. A hostile image could require kernels times
@@ -115,13 +116,13 @@ MAX_CALL_GRAPH_STEPS = 1 << 19
 MAX_CALL_BYTES = 1 << 18
 
 # Labels of one .branchtargets, or functions of one .calltargets. An indexed branch has all labels of its list as
-# operands, so the labels count as instructions, too.
+# operands, so the labels also count as instructions.
 MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------
 
-# Compressed IR and object code kept in a process after its modules are gone. Bounds a tenant that loads image after
-# image.
+# Compressed IR and object code kept in a process after its modules are gone, so that a tenant that loads image after
+# image can't fill memory.
 MAX_HELD_CODE_BYTES = 64 << 20
 
 # --- Calls -----------------------------------------------------------------------------------------------------
@@ -139,8 +140,8 @@ MAX_FRAME_BYTES = 8 << 20
 
 # --- A kernel's resources --------------------------------------------------------------------------------------
 
-# PTX ISA section 5.1.6.1, "Kernel Function Parameters": 32764 bytes in PTX 8.1 for sm_70, 4352 before either. The queue
-# has room for that many in each slot, of which only the pages that are written take memory.
+# PTX ISA section 5.1.6.1, "Kernel Function Parameters": 32764 bytes from PTX 8.1 and sm_70 on, 4352 before. The queue
+# has room for that many in each slot, but only the pages that are written take memory.
 MAX_PARAMETER_BYTES = 32_764
 MAX_OLD_PARAMETER_BYTES = 4352
 
@@ -157,12 +158,12 @@ MAX_SHARED_BYTES = 227 * 1024
 # Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
 MAX_LOCAL_BYTES = 64 * 1024
 
-# Maximum number of bytes that a running function may allocate on its stack by alloca. A card's default for a thread's
-# whole stack is 1 KiB, and each of a block's thousand threads has one.
+# Maximum number of bytes that a running function may allocate on its stack with alloca. A card's default for a thread's
+# whole stack is 1 KiB, and each of a block's thousand threads has a stack.
 MAX_STACK_BYTES = 16 << 10
 
-# Registers that a thread keeps across a barrier. A card has 255 of them and spills the rest; 2048 of 8 bytes are 16 MiB
-# per block.
+# Registers that a thread keeps across a barrier. A card has 255 registers and spills the rest; 2048 of 8 bytes are 16
+# MiB per block.
 MAX_LIVE_REGISTERS = 2048
 
 # Registers saved and restored at all waits of a kernel together. Each takes four lines of IR, so thousands of barriers
@@ -230,11 +231,11 @@ RESIDENT_FRAME_BYTES = 80 << 20
 CHUNKS_PER_THREAD = 16
 MAX_CHUNK_BLOCKS = 64
 
-# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking a thread costs about 5 us,
-# and it starts to work after another 5 us.
+# Sleeping threads are woken only if this much of a launch is left, in nanoseconds, because waking a thread costs about
+# 5 us, and the thread starts to work after another 5 us.
 WAKE_NS = 20_000
 
-# How often an idle thread polls for more work, yielding the core in between (about 0.3 us), before it sleeps.
+# How many times an idle thread polls for more work, yielding the core in between (about 0.3 us), before it sleeps.
 HELPER_YIELDS = 64
 
 # --- The stream ------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ pages."""
 
 
 class Mapping:
-    """Anonymous, zeroed pages at a fixed address; the host provides each page when it is first touched.
+    """Anonymous, zeroed pages at a fixed address. The host provides each page when it is first touched.
 
     Raises:
         DriverError: The host denies this process the address space.
@@ -106,7 +106,7 @@ _STRIDE_STEP = 4096
 # local windows and frames. These are the last numbers of a launch's head (native/structures.py).
 Spread = tuple[int, int, int, int, int]
 
-# All blocks run one after another in the first environment.
+# With this, all blocks run one after another in the first environment.
 IN_ORDER: Spread = (0, 0, 0, 0, 0)
 
 
@@ -198,7 +198,7 @@ _LEAST_COUNTED_BYTES = 128
 # place.
 _DISCARD_BYTES = 64 * 1024
 
-# Larger than any card's memory; keeps everything within the 47 bits of a process's addresses.
+# Larger than any card's memory, but small enough to keep everything within the 47 bits of a process's addresses.
 MAX_SLICE_BYTES = 1 << 39
 
 # How many times a session can open a region as large as its slice. Addresses of regions are not reused, so this limits
@@ -210,7 +210,7 @@ _MAX_REGIONS_BYTES = 1 << 44
 
 _SHADOW_ENTRY_BYTES = 2
 _FULL_ENTRY = GRANULE_BYTES.to_bytes(_SHADOW_ENTRY_BYTES, "little")
-# The shadow is written in pieces, so that a large allocation needs no large temporary object.
+# The shadow is written in pieces of this size, so that a large allocation needs no large temporary object.
 _SHADOW_PIECE = 1 << 16
 _FULL_ENTRIES = _FULL_ENTRY * _SHADOW_PIECE
 _NO_ENTRIES = bytes(len(_FULL_ENTRIES))
@@ -227,7 +227,7 @@ class _SizeClass:
         self._freed: list[int] = []
 
     def take(self) -> int | None:
-        # Prefer a used block, whose pages may still exist.
+        # Prefer a block that was used before, whose pages may still exist.
         if self._freed:
             return self._freed.pop()
         if self._fresh == self.end:
@@ -250,7 +250,7 @@ class _SizeClass:
 
 
 def _shift_of(size_bytes: int) -> int:
-    """Return the shift of the block size for an allocation: its bytes and its red zone, up to a power of two."""
+    """Return log2 of an allocation's block size: its bytes and its red zone, rounded up to a power of two."""
     return (size_bytes + _RED_ZONE_BYTES - 1).bit_length()
 
 
@@ -285,7 +285,7 @@ class MemoryArena:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
             raise DriverError(f"a slice must have 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
-        # Step 1: lay the size classes out one after the other, from the smallest to the one that fits the whole slice.
+        # Step 1: lay out the size classes one after the other, from the smallest to the one that fits the whole slice.
         self._classes: list[_SizeClass] = []
         end = 0
         for shift in range(_FIRST_SHIFT, _shift_of(slice_bytes) + 1):
@@ -389,7 +389,7 @@ class MemoryArena:
             entries = bytes(self.shadow.view[page : page + mmap.PAGESIZE])
             if entries == bytes(len(entries)):
                 self.shadow.discard(page, len(entries))
-        # Step 4: the region's own pages.
+        # Step 4: return the region's own pages.
         self.memory.discard(offset, size_bytes)
 
     def allocations(self) -> list[tuple[int, int]]:

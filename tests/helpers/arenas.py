@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Final
 
 ARENA_BYTES: Final = 64 << 20
-"""Addresses that glibc reserves for an arena of a thread, which begins at a multiple of them (HEAP_MAX_SIZE)."""
+"""Bytes of addresses that glibc reserves for a thread's arena, which begins at a multiple of this number
+(HEAP_MAX_SIZE)."""
 
 
 def arenas_of(pid: int) -> list[int]:

@@ -33,7 +33,7 @@ def integer(kind: str, operation: str) -> Step:
 def outcome(operation: str, kind: str, old: int, operand: int, new: int, *, ftz: bool) -> int:
     """Return the new value of one number in memory.
 
-    `new` is the value that `cas` stores. `ftz` is whether sums of f32 flush subnormals to zero.
+    `new` is the value that `cas` stores. With `ftz`, sums of f32 flush subnormals to zero.
     """
     if operation == "cas":
         return new if old == operand else old

@@ -1,7 +1,7 @@
 """`python -P -m helpers.broken_fleet CHANNEL_FD PARENT_PID SANDBOX DESIGN`: a fleet process with a broken design.
 
-It is the daemon's own fleet process, in its sandbox, with one rule broken. The checker of a fleet's history must detect
-that.
+It is the daemon's own fleet process, in its sandbox, with one broken rule, which the checker of a fleet's history must
+detect.
 """
 
 import sys

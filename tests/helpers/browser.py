@@ -52,7 +52,7 @@ class Browser:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # One HTTP client for all commands. It loads no certificates, because that takes longer than a command.
+        # Use one HTTP client for all commands. It loads no certificates, because that takes longer than a command.
         self._http = httpx.Client(timeout=START_LIMIT_S, trust_env=False, verify=False)
         self._root = f"http://127.0.0.1:{port}"
         try:
@@ -74,7 +74,7 @@ class Browser:
     # --- the page ---
 
     def turn_over(self) -> None:
-        """Replace the page by an empty one without cookies, cache, storage or permissions of the earlier page."""
+        """Replace the page with an empty one, without the earlier page's cookies, cache, storage or permissions."""
         fresh = self._ask("POST", "/window/new", {"type": "window"})["handle"]
         self._ask("DELETE", "/window", None)
         self._ask("POST", "/window", {"handle": fresh})
@@ -103,7 +103,7 @@ class Browser:
         return [str(text) for text in self.run(script, selector)]
 
     def wait_for(self, selector: str, text: str, within_s: float = PATIENCE_S) -> None:
-        """Return once the visible text of the element contains `text`."""
+        """Wait until the visible text of the element contains `text`."""
         what = f"{text!r} in {selector}"
         wait_until(lambda: text in self.text(selector), what, within_s, seen=lambda: self.text("body"))
 
@@ -115,7 +115,7 @@ class Browser:
         self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": pressed}]})
 
     def complaints(self) -> list[str]:
-        """Return errors and warnings in the browser's console since the last call, also violations of a policy."""
+        """Return errors and warnings in the browser's console since the last call, including violations of a policy."""
         found = self._ask("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 

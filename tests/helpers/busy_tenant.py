@@ -1,6 +1,6 @@
 """A tenant that computes and checks until its input ends, in a separate process: `busy_tenant LEASE_S`.
 
-Prints "leased", and at the end how many rounds were right.
+Prints "leased", and at the end how many rounds had correct results.
 """
 
 import select

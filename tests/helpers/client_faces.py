@@ -1,4 +1,4 @@
-"""Both APIs of the client behind one interface, so that a scenario is written once: every call is awaited."""
+"""Both APIs of the client behind one interface, so that a scenario is written only once. Every call is awaited."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -110,7 +110,7 @@ class ControlPlane:
         return subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
 
     def get(self, *arguments: str) -> Any:
-        """Return an object, or the items of a list."""
+        """Run `kubectl get`, and return the object, or the items of a list."""
         found = json.loads(self.kubectl("get", "-o", "json", *arguments))
         return found.get("items", found)
 

@@ -22,11 +22,12 @@ NODES = 5
 """Nodes of the ring that each model's kernel follows."""
 
 IDLE_S = 0.3
-"""The first pause in which a model is to be copied ahead: several times the time after which a worker is idle."""
+"""The first pause, in seconds, in which a model is to be copied ahead: several times the time after which a worker is
+idle."""
 
 
 class Model:
-    """A session with a large buffer that stays as it is, and a ring of nodes that its kernel counts along."""
+    """A session with a large buffer that never changes, and a ring of nodes along which its kernel counts."""
 
     def __init__(self, lease: GpuLease, session: GpuSession, size_bytes: int) -> None:
         self.lease = lease
@@ -43,7 +44,7 @@ class Model:
         self.work()
 
     def work(self) -> None:
-        """Do what a request does, and check its result: the kernel follows addresses in the session's own data."""
+        """Compute as for a request, and check the result. The kernel follows addresses in the session's own data."""
         self._session.launch(self._module, "chase", [1], [1], chase_args(self._nodes[0], NODES))
         self._rounds += 1
         counts = [struct.unpack("<Q", self._session.mem_read(one, 8, 8))[0] for one in self._nodes]
@@ -60,14 +61,15 @@ class CopiesAhead:
 
     Args:
         node: The daemon, with `overcommit`.
-        size_bytes: The bytes of each model's buffer. The card holds two slices of 16 MiB more, and three contexts.
+        size_bytes: Bytes of each model's buffer. The card has room for two slices that are 16 MiB larger, and three
+            contexts.
     """
 
     def __init__(self, node: Daemon, size_bytes: int) -> None:
         self._node = node
         self._stack = ExitStack()
         self._size_bytes = size_bytes
-        # The least recently used one is parked, and the next one is parked for its return.
+        # The least recently used model, which comes first, is parked; the next one is parked when the first returns.
         self._by_use: list[Model] = []
 
     def __enter__(self) -> "CopiesAhead":
@@ -88,20 +90,20 @@ class CopiesAhead:
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def serve_in_turn(self, parks: int) -> None:
-        """Have the models work in turn, with pauses, until so many parks were copied ahead."""
+        """Have the models work in turn, with pauses, until `parks` more parks were copied ahead."""
         for idle_s in self._pauses_until("gpu_lease_parked_ahead_total", parks):
             for model in self._by_use:
                 time.sleep(idle_s)
                 model.check()
 
     def serve_what_was_copied(self, copies: int) -> None:
-        """Have the model work that is parked next, once it is copied ahead, until so many copies were discarded."""
+        """Use the model that is parked next after it is copied ahead, until `copies` more copies were discarded."""
         for idle_s in self._pauses_until("gpu_lease_park_ahead_discarded_total", copies):
             parked, leaving, copied = self._by_use
             parked.check()
             time.sleep(idle_s)
             copied.check()
-            # What its kernel has changed since the copy must not be lost.
+            # Changes that its kernel has made since the copy must not be lost.
             copied.lease.park()
             copied.check()
             self._by_use = [leaving, parked, copied]

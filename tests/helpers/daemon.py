@@ -261,18 +261,18 @@ class Daemon:
     # --- its processes ---
 
     def processes(self) -> list[ProcessInfo]:
-        """Every process it or its children started that still runs, itself included."""
+        """Return every running process that it or its children started, including itself."""
         return marked(f"{MARK}={self._mark}")
 
     def zygote_pid(self) -> int:
         found = {info.pid: info.parent for info in self.processes() if info.name == "gpul-zygote"}
-        # A worker just forked has its zygote's name still.
+        # A newly forked worker still has its zygote's name.
         (zygote,) = [pid for pid, parent in found.items() if parent not in found]
         return zygote
 
     def worker_pid(self, lease_id: int) -> int:
-        """The process id of a lease's worker. Raises KeyError if it has none."""
-        # A worker that its session has left has the same name until it has ended.
+        """Return the process id of a lease's worker. Raises KeyError if the lease has none."""
+        # If the session has moved to another worker, the earlier worker keeps the same name until it has ended.
         found: list[int] = []
 
         def is_single() -> bool:
@@ -323,7 +323,7 @@ def running(daemon: Daemon) -> Iterator[Daemon]:
 
 
 def lent(daemon: Daemon) -> Iterator[Daemon]:
-    """Lend a test a daemon that other tests use, too. After the test it must be idle, with nothing left open."""
+    """Lend a test a daemon that other tests also use. After the test it must be idle, with nothing left open."""
     files = len(daemon.open_files())
     yield daemon
     daemon.check_idle(files)

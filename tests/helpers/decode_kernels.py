@@ -23,7 +23,7 @@ _GUARD_BYTES: Final = bytes(range(0xA0, 0xA0 + GUARD))
 class KernelRig:
     """Launches kernels with arguments by parameter name. Checks the guard bytes of every array after each launch.
 
-    With `starts_early`, the kernels are those that cards of compute capability 9.0 get.
+    With `starts_early`, the kernels are those for cards of compute capability 9.0.
     """
 
     def __init__(self, context: CpuContext, *, starts_early: bool = False) -> None:
@@ -34,7 +34,7 @@ class KernelRig:
         self._allocations: dict[int, int] = {}
 
     def launch(self, name: str, grid: Sequence[int], regions: Sequence[tuple[int, Array]] = (), **values: Any) -> None:
-        """Launch a kernel once. Afterwards the arrays contain what it wrote.
+        """Launch a kernel once. Afterwards the arrays contain the values that the kernel wrote.
 
         `values` are arrays, ints, floats, or None for a null pointer. `regions` are arrays at addresses that `place`
         returned.

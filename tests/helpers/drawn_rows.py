@@ -1,7 +1,7 @@
-"""Rows of operands for tests of instructions, each list of rows from one seed that hypothesis draws.
+"""Rows of operands for tests of instructions. Each list of rows comes from one seed that hypothesis draws.
 
-To draw each operand, hypothesis took a third of these tests' time. Rows are not made smaller once they have failed:
-each row is computed alone, and the assertion shows it.
+When hypothesis drew each operand, this took a third of these tests' time. Failing lists are not shrunk, because each
+row is computed by itself, and the assertion shows the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 T = TypeVar("T")
 
 WIDE: Final = 1 << 16
-"""Ranges of more numbers than these hold too few small ones, if each number is as likely as the others."""
+"""In ranges of more numbers than this, small numbers would be too rare if all numbers were equally likely."""
 
 MOST_ROWS: Final = 48
-"""One and a half warps: also a warp of which some threads do not run."""
+"""One and a half warps, so that in one warp some threads do not run."""
 
 
 @dataclass(frozen=True)
 class Values(Generic[T]):
-    """Values in one or several ways, each as likely as the others. `a | b` has the ways of both."""
+    """One or several ways to draw values, each equally likely. `a | b` has the ways of both."""
 
     ways: tuple[Callable[[Random], T], ...]
 
@@ -38,7 +38,7 @@ def one_of(values: Sequence[T]) -> Values[T]:
 
 
 def whole_numbers(least: int, most: int) -> Values[int]:
-    """Return whole numbers from `least` to `most`. In wide ranges, every second one is above `least` by few bits."""
+    """Return whole numbers from `least` to `most`. In wide ranges, half exceed `least` by a number of few bits."""
     count = most - least + 1
 
     def small(random: Random) -> int:
@@ -51,7 +51,7 @@ def whole_numbers(least: int, most: int) -> Values[int]:
 
 
 def built(function: Callable[..., T], *parts: Values[Any]) -> Values[T]:
-    """Return the results of a function with values of `parts`."""
+    """Return the results of a function whose arguments are values of `parts`."""
     return Values((lambda random: function(*(part.draw(random) for part in parts)),))
 
 

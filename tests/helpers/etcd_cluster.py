@@ -141,20 +141,20 @@ class EtcdCluster:
             )
 
     def kill(self, member: Member) -> None:
-        """Kill a member as if its host was lost, and reap it. Has no effect if it is not running."""
+        """Kill a member as if its host were lost, and reap it. Has no effect if it is not running."""
         if member.process is not None:
             member.process.kill()
             member.process.wait(60)
             member.process, member.is_paused = None, False
 
     def restart(self, member: Member) -> None:
-        """Kill a member and start it on its data. Returns once it answers."""
+        """Kill a member and start it on its data. Returns when it answers."""
         self.kill(member)
         self.start(member)
         self.wait_for(member)
 
     def fill(self, member: Member) -> None:
-        """Leave one member no space. With the next write it raises an alarm, after which no member accepts writes."""
+        """Leave one member no space. At the next write it raises an alarm, after which no member accepts writes."""
         member.quota_bytes = FULL_BYTES
         self.restart(member)
 
@@ -163,7 +163,7 @@ class EtcdCluster:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def restore(self, backup: Path, command: str) -> None:
-        """Restore all members from a backup, each with a shell command in its folder. Returns once they answer.
+        """Restore all members from a backup, each with a shell command in its folder. Returns when they answer.
 
         The command reads the backup in backup.db, and writes the data folder `restored` for the member NAME, with the
         peer address PEER, of the cluster CLUSTER.
@@ -203,7 +203,7 @@ class EtcdCluster:
         member.is_paused = False
 
     def leader(self) -> Member:
-        """Return the leader, according to the members; wait until there is one."""
+        """Wait until the members name a leader, and return it."""
         leader = wait_until(self._leader, "a leader is elected", START_LIMIT_S, seen=self._logs)
         assert leader is not None
         return leader

@@ -1,4 +1,4 @@
-"""Floating-point formats as defined: bits to exact numbers, and exact numbers rounded to bits."""
+"""Floating-point formats by their definition: converts bits to exact numbers, and rounds exact numbers to bits."""
 
 import math
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def encode(value: Number, kind: Kind, mode: str = "rn") -> int:
     if rounded >= Fraction(2) ** (kind.bias + 1):
         towards_zero = mode == "rz" or mode == ("rp" if negative else "rm")
         return sign | (kind.infinity - 1 if towards_zero else kind.infinity)
-    # The bits of positive numbers are in the numbers' order, so add units in the last place to the exponent's first
-    # number.
+    # Bit patterns of positive numbers are ordered like the numbers, so add units in the last place to the exponent's
+    # first number.
     if exponent < 1 - kind.bias:
         return sign | count
     return sign | (((exponent + kind.bias) << kind.digits) + count - (1 << kind.digits))

@@ -1,4 +1,4 @@
-"""Checks the rules that a fleet's history must obey. Pure.
+"""Checks the rules that a fleet's history must obey. Does no I/O.
 
 All times are nanoseconds of CLOCK_BOOTTIME of the host on which all nodes of a test run.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 
 class Served(NamedTuple):
-    """A claimed lease by its node's records: from its grant until its end, or the last horizon before its end."""
+    """A claimed lease according to its node, from its grant until its end, or the last horizon before its end."""
 
     name: str
     node: str
@@ -22,7 +22,7 @@ class Served(NamedTuple):
 
 
 class Act(NamedTuple):
-    """A successful operation of a tenant on a named lease. It was executed between these two times."""
+    """A tenant's successful operation on a named lease. It was executed between these two times."""
 
     name: str
     node: str

@@ -41,7 +41,7 @@ RHO: Final = 0.01
 MEMBERS: Final = ("m0", "m1", "m2")
 NODES: Final = tuple(f"d{number}" for number in range(int(os.environ.get("GPULEASE_NEMESIS_NODES", "3"))))
 FASTER_PPM: Final = (0, -4_500, 4_500)
-"""By how much nodes' clocks are faster than the host's, in turn: nearly as much as a fleet tolerates."""
+"""By how many millionths the nodes' clocks are faster than the host's, in turn: nearly as much as a fleet tolerates."""
 
 ONLOOKER: Final = "o0"
 """A host that is never cut off, from which etcd is read."""
@@ -60,7 +60,7 @@ FAULT_S: Final = (0.5, 2.5 * HORIZON_S)
 
 CALM_S: Final = (0.0, 1.5 * HORIZON_S)
 ALLOWED: Final = ("fleet", "zygote", "overdue", "hung", "died", "stopped", "killed", "journal", "No space left")
-"""Words in the errors that daemons log because of the faults."""
+"""Words in errors that daemons may log because of the faults."""
 
 WORKER: Final = re.compile(r"gpul-[0-9a-f]{10}")
 """The names of workers, which the kernel truncates to 15 bytes."""
@@ -115,7 +115,7 @@ class FleetScene:
             self.network = stack.enter_context(Network((*MEMBERS, *self.clocks, ONLOOKER, CLONES)))
             places = [(self.network.address(member), self.network.within(member)) for member in MEMBERS]
             self.cluster = stack.enter_context(EtcdCluster(self._folder, len(MEMBERS), places=places))
-            # Without this, the first node would wait for a horizon, because the store may have been lost.
+            # Without this key, the first node would wait for a horizon, because the store may have been lost.
             self.cluster.control("put", GENERATION.decode(), "made by the test")
             for name in self.clocks:
                 self._add(name, stack)
@@ -178,7 +178,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def stopped(self, pid: int) -> Iterator[None]:
-        """Stop a process by SIGSTOP, if it exists."""
+        """Stop a process with SIGSTOP, if it exists."""
         with contextlib.suppress(ProcessLookupError):
             stop_process(pid)
         yield
@@ -194,7 +194,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def member_stopped(self, is_leader: bool) -> Iterator[None]:
-        """Stop a member of etcd by SIGSTOP. Its connections stay open."""
+        """Stop a member of etcd with SIGSTOP. Its connections stay open."""
         member = self.cluster.leader() if is_leader else self.cluster.follower()
         self.cluster.pause(member)
         yield
@@ -217,7 +217,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def killed(self, pid: int) -> Iterator[None]:
-        """Kill a process that its daemon starts again."""
+        """Kill a process. Its daemon starts it again."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         yield
@@ -264,7 +264,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def etcd_restored(self) -> Iterator[None]:
-        """Restore etcd from a backup as the manual says: no node reaches it before its generation is renewed."""
+        """Restore etcd from a backup as in the manual: no node reaches etcd before its generation is renewed."""
         backup, (restore, _) = self._folder / "backup.db", restore_commands()
         self.cluster.save(backup)
         yield
@@ -292,7 +292,7 @@ class FleetScene:
         clone.kill()
 
     def draw(self, dice: random.Random) -> list[tuple[str, Fault]]:
-        """Draw one fault, or two of different parts. Returns them with their names, in the order in which to begin."""
+        """Draw one fault, or two that affect different parts. Returns them with their names, in order of beginning."""
         node = self.nodes[dice.choice(sorted(self.nodes))]
         # Cuts begin last and end first, because processes that are started again must find their peers.
         parts = [
@@ -364,7 +364,7 @@ class FleetScene:
                 time.sleep(dice.uniform(*FAULT_S))
             time.sleep(dice.uniform(*CALM_S))
 
-    # --- what was seen ---
+    # --- observations ---
 
     def settle(self) -> None:
         """End all faults, stop the tenants, and wait until no claim is left. A timeout is ignored."""

@@ -27,7 +27,7 @@ HORIZON_S: Final = 10
 FLEET_PROCESS: Final = "gpul-fleet"
 
 FENCED: Final = "the fleet has declared this node dead"
-"""Part of the message that a node logs when it was fenced."""
+"""Part of the message that a fenced node logs."""
 
 BETWEEN_ROUNDS_S: Final = 0.02
 """Pause between rounds of a tenant, so that other tests get the processor.
@@ -70,18 +70,18 @@ class FleetNode(LastingDaemon):
         return next(check for check in checks if check["check"] == "fleet")
 
     def wait_until_joined(self) -> None:
-        """Return once the node has joined and is not cut off."""
+        """Return when the node has joined and is not cut off."""
         wait_until(lambda: not self.fleet_check()["detail"], f"{self.node_id} has joined", seen=self.logs)
 
     def wait_until_isolated(self) -> None:
-        """Return once the node's membership deadline has passed."""
+        """Return when the node's membership deadline has passed."""
         wait_until(lambda: self.fleet_check()["detail"], f"{self.node_id} is cut off", seen=self.logs)
 
     def fleet_pid(self) -> int:
         return wait_until(lambda: self.workers().get(FLEET_PROCESS, 0), "the fleet process runs")
 
     def acquire(self, name: str) -> GpuLease:
-        """Acquire a lease with this name. Tries again until the name is free."""
+        """Acquire a lease with this name. Retries until the name is free."""
         got: list[GpuLease] = []
         refusals: list[str] = []
 
@@ -98,7 +98,7 @@ class FleetNode(LastingDaemon):
 
 
 class Worker:
-    """A tenant that computes in a lease's session until the lease ends. Records how and when (monotonic clock)."""
+    """A tenant that computes in a lease's session until the lease ends, and records how and when that happens."""
 
     def __init__(self, lease: GpuLease) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -139,11 +139,11 @@ class Worker:
 def fleet(
     folder: Path, nodes: int = 2, members: int = 1, **settings: Any
 ) -> Iterator[tuple[EtcdCluster, list[FleetNode]]]:
-    """Yield a cluster of etcd and the nodes, once they have joined."""
+    """Yield a cluster of etcd and the nodes, which have joined."""
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(EtcdCluster(folder, members))
-        # Without this, the first node of a new store would wait for a horizon, because the earlier store may have been
-        # lost.
+        # Without this key, the first node of a new store would wait for a horizon, because an earlier store may have
+        # been lost.
         cluster.control("put", GENERATION.decode(), "made by the test")
         made = []
         for number in range(nodes):
@@ -157,7 +157,7 @@ def fleet(
 
 
 def _end(node: FleetNode) -> None:
-    """Stop a node, which may be stopped or killed already, and remove what is left of it."""
+    """Stop a node, which may already be stopped or killed, and remove its processes and files."""
     if node.now.process.poll() is None:
         os.kill(node.now.process.pid, signal.SIGCONT)
     else:

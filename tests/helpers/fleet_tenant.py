@@ -23,7 +23,7 @@ LEASE_S: Final = 6
 LEAST_HOLD_S: Final = 1.0
 RENEW_S: Final = 2.0
 PAUSE_S: Final = 0.03
-"""Between two kernels. Shorter pauses would take more of the host's time than the fleet itself."""
+"""Pause between two kernels. With shorter pauses, tenants would take more of the host's time than the fleet itself."""
 
 REFUSED_PAUSE_S: Final = (0.05, 0.3)
 
@@ -51,7 +51,7 @@ def serve(name: str, nodes: dict[str, str], hold_s: float, file: int, dice: rand
 
 
 def compute(lease: GpuLease, node: str, file: int, until_s: float) -> None:
-    """Run kernels until `until_s`. Raises GpuLeaseError once the lease has ended."""
+    """Run kernels until `until_s`. Raises GpuLeaseError when the lease has ended."""
     renewed_s = time.monotonic()
     with GpuSession(lease) as session:
         module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4096)

@@ -1,7 +1,7 @@
 """Checks that a run of all tests of the embedded driver uses every modifier of every instruction form that it supports.
 
 It records which forms are loaded in the test process. A form that was loaded may still lack a check of its result, but
-a form that was never loaded has no test. So if somebody adds a form without a test, the first full run fails.
+a form that was never loaded has no test. So if someone adds a form without a test, the first full run fails.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,14 @@ def is_whole(config: pytest.Config) -> bool:
 
 
 def choices(number: int, form: Form) -> Iterator[Choice]:
-    """Yield every modifier of a form. The form itself is also a choice, and so is leaving out an optional modifier."""
+    """Yield every modifier of a form. The form itself is a choice, and so is the omission of an optional modifier."""
     yield number, "", ""
     for name, values, is_optional in form.slots:
         yield from ((number, name, value) for value in ((*values, "") if is_optional else values))
 
 
 def never_met(forms: Sequence[Form], met: set[Choice]) -> list[str]:
-    """Return what no test has used, one line for each form."""
+    """Return a line for each form with modifiers that no test has used."""
     lines = []
     for number, form in enumerate(forms):
         missing = [choice for choice in choices(number, form) if choice not in met]

@@ -26,8 +26,7 @@ class HeldPorts:
     """Ports for servers that are restarted. Until `close`, no other program gets one of them by chance.
 
     Each port is held by a bound socket that has SO_REUSEADDR and does not listen (socket(7)). The kernel gives the port
-    to no program that connects, or that binds port 0. But a server that binds this port with SO_REUSEADDR may listen on
-    it.
+    to no program that connects or binds port 0. But a server that binds this port with SO_REUSEADDR may listen on it.
     """
 
     def __init__(self, count: int) -> None:

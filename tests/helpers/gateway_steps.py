@@ -1,4 +1,4 @@
-"""Reports every effect of serving a request before it happens, so that a test can pause, fail or kill it there.
+"""Reports every effect of serving a request before it happens, so that a test can pause, fail or kill it then.
 
 As a program, `python -P -m helpers.gateway_steps`, it serves the requests that it reads from stdin. Each runs in a
 separate process, which writes its steps to stdout, and waits for a line on stdin after each step.
@@ -52,7 +52,7 @@ def request(request_id: str, **others: Any) -> InferenceRequest:
 
 
 class Told:
-    """Wraps an object. Before each call of a method in `only`, calls the hook with `name` and the method's name."""
+    """Wraps an object. Before each call of a method in `only`, it calls the hook with `name` and the method's name."""
 
     def __init__(self, inner: Any, name: str, hook: Hook, only: frozenset[str]) -> None:
         self._told = inner, name, hook, only

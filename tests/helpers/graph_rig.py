@@ -138,7 +138,7 @@ def place(handle: int, offset: int = 0) -> bytes:
 
 @contextmanager
 def rigged() -> Iterator[Rig]:
-    """Yield a session. After the block nothing of it must be left."""
+    """Yield a session. After the block, nothing of the session must be left."""
     page = BrokerPage()
     page.set_deadline(1 << 62, 1)
     worker_page = WorkerPage(page.fds)
@@ -155,5 +155,5 @@ def rigged() -> Iterator[Rig]:
     session._graphs._counters.release()
     worker_page.close()
     page.close()
-    # Remove the graphs: they have the last views of the arena, which can't be closed before.
+    # Remove the graphs, which have the last views of the arena. The arena can't be closed before.
     vars(rig).clear()

@@ -76,12 +76,12 @@ def mount_read_only(folder: str) -> None:
     path = folder.encode()
     _check(_libc.mount(path, path, None, ctypes.c_ulong(_MS_BIND), None))
     _check(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REMOUNT | _MS_BIND | _MS_RDONLY), None))
-    # Enter the folder again: the working folder is still the one on the mount before.
+    # Enter the folder again, because the working folder is still on the earlier mount.
     os.chdir(folder)
 
 
 def bound(capabilities: list[str]) -> None:
-    """Keep these capabilities in root's bounding set. The exec that follows removes the others. Raises OSError."""
+    """Keep only these capabilities in root's bounding set. The next exec removes the others. Raises OSError."""
     kept = {_NUMBERS[name] for name in capabilities}
     number = 0
     while (held := _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0)) >= 0:

@@ -1,4 +1,4 @@
-"""A daemon with the restrictions of its own unit, as far as tests can apply them: see `hardened`."""
+"""A daemon with the restrictions of its own unit, as far as tests can apply them; see `hardened`."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ class Hardened:
             )
 
     def wait_until_it_listens(self) -> None:
-        """Return once the daemon listens. Skips the test if this host does not permit the unit's restrictions."""
+        """Wait until the daemon listens. Skips the test if this host does not permit the unit's restrictions."""
 
         def listens() -> bool:
             if self.process.poll() == MISSING:

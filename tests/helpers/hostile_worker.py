@@ -1,6 +1,6 @@
 """A worker that an attacker controls from its start: it tries to write its lease's page, and reports false claims.
 
-Its `live` replaces the daemon's own worker function in a zygote, after all that the zygote does before. As a program,
+Its `live` replaces the daemon's own worker function in a zygote, after the zygote's own preparations. As a program,
 with a zygote's arguments, this file is a zygote in which workers for leases of HOSTILE_BYTES are hostile. The others
 are not, so that the daemon's checks at its start succeed.
 """
@@ -45,7 +45,7 @@ Attempts = dict[str, Callable[[], Any]]
 
 
 def attempts(fds: PageFds, mapped_at: int) -> Attempts:
-    """Return the attempts by name. After each of them, if it succeeded, a deadline could be written."""
+    """Return the attempts by name. If one succeeds, a deadline could then be written."""
     return on_mappings(fds.lease, mapped_at) | on_the_descriptor(fds.lease) | by_opening_it_anew(fds) | on_seals(fds)
 
 
@@ -123,7 +123,7 @@ def outcome_of(attempt: Callable[[], Any]) -> str:
 
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> NoReturn:
-    """Report that the worker is ready, then the attempts' outcomes. Repeat the attempts for ever."""
+    """Report that the worker is ready, then the attempts' outcomes. Repeat the attempts forever."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_name(f"gpul-{spec.lease_id:032x}")
     page = WorkerPage(page_fds)
@@ -153,7 +153,7 @@ def store(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pa
 
 
 def live_by_size(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be hostile if the lease has the size that requests it."""
+    """Be hostile if the lease has HOSTILE_BYTES."""
     if spec.size_bytes == HOSTILE_BYTES:
         live(spec, driver, channel, page_fds)
     return main.run_lease_worker(spec, driver, channel, page_fds)

@@ -18,7 +18,7 @@ from gpulease.client.sync.driver import due
 from helpers.waiting import wait_until
 
 PASSES = 2
-"""Maximum number of times that a point counts in one run, because the number of polls of a wait depends on the host."""
+"""Maximum number of times that a point counts in one run, because the number of polls in a wait depends on the host."""
 
 IGNORED_FUNCTIONS = frozenset({"__del__", "<genexpr>", "<lambda>"})
 """Functions in which Python discards an exception, and generators: tracing shows a call when Python closes one."""
@@ -27,16 +27,17 @@ IGNORED_FUNCTIONS = frozenset({"__del__", "<genexpr>", "<lambda>"})
 _FINALIZER = weakref.finalize.__call__.__code__
 
 _ENTERED = Region.__enter__.__code__
-"""It only returns the region, which the program owns by then. An interrupt there is like one after the call."""
+"""This function only returns the region, which the program then already owns. An interrupt in it is like one after the
+call."""
 
 _OF_CLIENT: dict[str, bool] = {}
-"""Whether a file is of the client: the question is asked at each event."""
+"""By file, whether it is the client's. Kept, because each event asks this."""
 
 
 class Point(NamedTuple):
     """A place in the code, the event at this place, and how often the event has happened in this run.
 
-    Keys contain the id of the code, because to hash the code itself hashes all that it contains.
+    Keys contain the id of the code, because hashing the code itself would hash everything in it.
     """
 
     code: CodeType
@@ -79,7 +80,7 @@ class InterruptPoints:
         finally:
             sys.setprofile(None)
             sys.settrace(None)
-            # Wait until the clean-up of an interrupted call is done, before the next run.
+            # Before the next run, wait until the clean-up of an interrupted call is done.
             wait_until(lambda: not due, "threads have given back what an interrupted call owes")
 
     def walk(self, operation: Callable[[], Any], end: Callable[[Any], None]) -> Iterator[Point]:
@@ -98,8 +99,8 @@ class InterruptPoints:
     ) -> Iterator[tuple[Point, Point]]:
         """Interrupt the operation at each point that it reaches, and again at each point that it reaches after that.
 
-        Yields after each pair. `end` is as in `walk`. Only one of `every` first points is used. If the same points
-        follow several first points, only one of these is used, because the clean-up is the same.
+        Yields after each pair. `end` is as in `walk`. Only one in `every` first points is used. If the same points
+        follow several first points, only one of the first points is used, because the clean-up is the same.
         """
         walked = set[frozenset[PointKey]]()
         end(self._run(operation))
@@ -117,7 +118,7 @@ class InterruptPoints:
     def _not_walked(self) -> Iterator[Point]:
         """Yield each point that was recorded so far, or is recorded during the iteration, once."""
         met, done = self._met, 0
-        # Later points are behind those that are known.
+        # Later points follow the known points in the dictionary.
         while left := [*islice(met.values(), done, None)]:
             yield from left
             done += len(left)
@@ -168,4 +169,4 @@ def _discards_interrupts(frame: FrameType | None) -> bool:
 
 
 _RUN = InterruptPoints._run.__code__
-"""The caller of the operation: what is above it is of the test alone."""
+"""The caller of the operation. Frames above it belong to the test."""

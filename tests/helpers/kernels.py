@@ -44,7 +44,7 @@ def floats(data: Any) -> NDArray[np.float32]:
 
 
 def check_main_job(session: GpuSession, n: int = 1000) -> None:
-    """Upload numbers, scale them by 2, add 10 in the same buffer, and read them back. Fails if one is wrong."""
+    """Upload numbers, multiply them by 2, add 10 in the same buffer, and read them back. Fails if one is wrong."""
     buffer = session.mem_alloc(4 * n)
     session.mem_write(buffer, 0, numbers(n))
     module = session.module_load(TRANSFORM)
@@ -57,7 +57,7 @@ def check_main_job(session: GpuSession, n: int = 1000) -> None:
 
 
 class Neighbour:
-    """Another tenant's session. Its results must be correct whatever happens in the session under test."""
+    """Another tenant's session, whose results must be correct whatever happens in the session under test."""
 
     def __init__(self, session: GpuSession, n: int = 512) -> None:
         self.rounds = 0
@@ -77,7 +77,7 @@ class Neighbour:
 
 
 def start_endless(session: GpuSession, stream: Stream | None = None) -> tuple[Module, Buffer]:
-    """Launch a kernel that never ends; only the end of its lease stops it."""
+    """Launch a kernel that only the end of its lease stops."""
     module = session.module_load(FAULTS)
     flag = session.mem_alloc(4)
     session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag), stream=stream)

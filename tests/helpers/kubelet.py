@@ -126,7 +126,7 @@ class Device:
 
 
 class CallFailed(Exception):
-    """The call itself failed; has gRPC's status."""
+    """The call itself failed. The text contains gRPC's status."""
 
 
 class Kubelet:
@@ -202,8 +202,8 @@ class Node:
         control_plane: A real API server. Without it, there is a simulated one, which is `api`.
 
     Attributes:
-        stuck: A file. While it exists, a driver that was started with `may_hang` waits when it writes its records; the
-            file then contains the word that says so.
+        stuck: A file. While it exists, a driver that was started with `may_hang` waits when it writes its records, and
+            says so in the file.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class Node:
         self.kubelet.connect(info[3][0].decode())
 
     def stop(self, *, kill: bool = False) -> None:
-        """Stop the driver, cleanly or by SIGKILL as in a crash. Prepared claims remain."""
+        """Stop the driver, cleanly or with SIGKILL as in a crash. Prepared claims remain."""
         self.kubelet.close()
         if kill:
             self.process.kill()
@@ -339,7 +339,7 @@ class Node:
     def run(
         self, program: str, *parts: "tuple[Claim, list[Device]]", user: int = POD_USER
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program in a container that gets these devices of these claims."""
+        """Run a program in a container with these devices of these claims."""
         specs = [self.spec(claim) for claim, _ in parts]
         ids = [cdi_id for _, devices in parts for device in devices for cdi_id in device.cdi_ids]
         return run_container(specs, ids, program, user, self.daemon.socket_path.stat().st_gid)

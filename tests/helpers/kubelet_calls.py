@@ -2,7 +2,7 @@
 
 A line "socket PATH" directs the following calls to another socket.
 
-It is a separate process, because gRPC keeps threads and descriptors as long as its process runs. For each call it
+It is a separate process, because gRPC keeps threads and descriptors for as long as its process runs. For each call it
 prints "ok HEX" or "failed CODE DETAILS". For a line "stream:METHOD" it prints the first message of the stream. It does
 not interpret the bytes, because the test encodes them itself.
 """

@@ -1,9 +1,9 @@
 """A simulated API server, with the requests that the DRA driver sends.
 
-It implements what makes reconciliation hard: resourceVersions, conflicts, watches with a bounded history, deletions by
-others, fields that are dropped while their feature gate is off, quantities in canonical form, and the times of taints.
-It checks bodies against Kubernetes' published types (lightkube-models is generated from its OpenAPI documents), and
-each request against the rules of the driver's own ClusterRole.
+It implements the features that make reconciliation hard: resourceVersions, conflicts, watches with a bounded history,
+deletions by others, fields that are dropped while their feature gate is off, quantities in canonical form, and the
+times of taints. It checks bodies against Kubernetes' published types (lightkube-models is generated from its OpenAPI
+documents), and each request against the rules of the driver's own ClusterRole.
 """
 
 import json
@@ -144,10 +144,10 @@ class KubernetesApi:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
-    # --- what a test calls ---
+    # --- for tests ---
 
     def add_node(self, name: str) -> str:
-        """Add a Node. If there is one of that name, it is replaced, and its slices are deleted. Returns the new uid."""
+        """Add a Node. A Node of the same name is replaced, and its slices are deleted. Returns the new uid."""
         made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "uid": str(uuid.uuid4())}}
         with self._changed:
             self._put(("nodes", "", name), made)
@@ -256,7 +256,7 @@ class KubernetesApi:
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(data)))
-        # Close the connection after each request. One that is kept would look like a leak of the test that opened it.
+        # Close the connection after each request. A kept connection would look like a leak in the test that opened it.
         handler.send_header("Connection", "close")
         handler.end_headers()
         handler.wfile.write(data)
@@ -319,8 +319,7 @@ class KubernetesApi:
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Transfer-Encoding", "chunked")
-        # Announce in advance that the connection closes: else a client could send its next request on it before it
-        # notices.
+        # Announce that the connection closes; otherwise a client could send its next request on it first.
         handler.send_header("Connection", "close")
         handler.end_headers()
         with self._changed:
@@ -335,8 +334,8 @@ class KubernetesApi:
 
     def _events_after(self, version: int, query: dict[str, str], ended: int) -> Iterator[dict[str, Any]]:
         # A watch without a time limit would not notice that its connection died. This server ignores the limit, and
-        # only `end_watches` ends a watch. Else a driver that outlives a test would begin its next watch, with a thread
-        # and a descriptor, during another test.
+        # only `end_watches` ends a watch. Otherwise a driver that outlives a test would begin its next watch, with a
+        # thread and a descriptor, during another test.
         assert 0 < int(query["timeoutSeconds"]) <= 3600
         while True:
             with self._changed:

@@ -55,7 +55,7 @@ class LastingDaemon:
         return f"unix:{self.folder / 'd.sock'}"
 
     def begin(self, faults: Faults | None = None, stderr: int | None = None) -> Daemon:
-        """Start the next daemon, without waiting until it replies. Its stderr is `stderr`, by default its log."""
+        """Start the next daemon, without waiting until it replies. By default, its stderr is its log."""
         daemon = Daemon(
             vram=self._vram,
             config=self.config,
@@ -73,7 +73,7 @@ class LastingDaemon:
         return daemon
 
     def start(self, faults: Faults | None = None) -> Daemon:
-        """Start the next daemon. Returns once it replies."""
+        """Start the next daemon. Returns when it replies."""
         daemon = self.begin(faults)
         daemon.wait_until_it_answers()
         return daemon

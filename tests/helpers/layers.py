@@ -15,7 +15,7 @@ from typing import Final
 ARCHITECTURE: Final = Path(__file__).parents[2] / "daemon" / "ARCHITECTURE.md"
 
 HALL, SHARED, WING, TOOL = "hall", "shared", "wing", "tool"
-"""Kinds of rooms. The hall is what every reader must know. A wing is a separate product: it imports the hall and the
+"""Kinds of rooms. Every reader must know the hall. A wing is a separate product: it imports the hall and the
 rooms that wings share, and no other wing. Tools are for operators and tenants, and may import all of these.
 """
 

@@ -34,7 +34,7 @@ class Holdings:
     handlers: dict[str, Any] = field(default_factory=_handlers)
 
     def excess_over(self, before: "Holdings") -> str:
-        """Describe what is held now and was not held before; "" if nothing is."""
+        """Describe everything that is held now and was not held before; "" if there is nothing."""
         files = {fd: to for fd, to in self.files.items() if before.files.get(fd) != to and fd not in HELD}
         threads = {number: name for number, name in self.threads.items() if number not in before.threads}
         if any(map(_is_pooled, before.threads.values())):
@@ -54,15 +54,15 @@ def _is_pooled(thread_name: str) -> bool:
 
 
 def _is_spare(pid: int, before: frozenset[int]) -> bool:
-    """Return whether it is a spare relay, for the next connection, of a gate that was running before the test."""
+    """Return whether a process is a spare relay of a gate that was running before the test."""
     info = process_info(pid)
     return info is not None and info.name == SPARE_NAME and info.parent in before
 
 
 def check_for_leaks(before: Holdings) -> None:
-    """Fail if this process holds more than before, and still does after a garbage collection and SETTLE_S.
+    """Fail if this process holds more than before, even after a garbage collection and SETTLE_S.
 
-    A garbage collection takes longer than most tests, so it runs only if something is held.
+    A garbage collection takes longer than most tests, so it runs only if more is held.
     """
     if not Holdings().excess_over(before):
         return

@@ -1,4 +1,4 @@
-"""Shared libraries compiled for one test: NVIDIA's libraries, as they behave on a host that is broken in some way."""
+"""Shared libraries compiled for one test, which behave like NVIDIA's libraries on a host with a fault."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ def make(folder: Path, name: str, source: str) -> None:
 
 
 def make_nvml(folder: Path, number: int, *, later: int | None = None, flag: Path | None = None) -> None:
-    """Make an NVML that returns status `number` from initialisation, or `later` once a file exists. It has no cards."""
+    """Make an NVML whose initialisation returns `number`, or `later` when `flag` exists. It has no cards."""
     condition = f'access("{flag}", F_OK) == 0 ? {later} : {number}' if later is not None else str(number)
     source = f"""
         #include <unistd.h>
@@ -36,5 +36,5 @@ def make_nvml(folder: Path, number: int, *, later: int | None = None, flag: Path
 
 
 def make_cuda(folder: Path, body: str) -> None:
-    """Make a libcuda with this body of cuInit."""
+    """Make a libcuda whose cuInit has this body."""
     make(folder, CUDA, f"#include <stdlib.h>\n#include <unistd.h>\nint cuInit(unsigned flags) {{ {body} }}\n")

@@ -150,7 +150,7 @@ def encoded(values: NDArray[np.float32], kind: str) -> bytes:
 
 
 def write_safetensors(path: Path, weights: Mapping[str, NDArray[np.float32]], kind: str = "BF16") -> None:
-    """Write a file as the format's specification says: a length, a JSON header, and the values."""
+    """Write a file according to the format's specification: a length, a JSON header, and the values."""
     head = safetensors_head({name: (kind, values.shape) for name, values in weights.items()})
     path.write_bytes(head + b"".join(encoded(values, kind) for values in weights.values()))
 
@@ -197,7 +197,7 @@ def gguf_name(name: str, *, is_gemma: bool = False) -> str:
 
 
 def permuted(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Return a llama's q or k in the order that llama.cpp's converter writes (LlamaModel.permute)."""
+    """Return a Llama's q or k in the order in which llama.cpp's converter writes it (LlamaModel.permute)."""
     rows, columns = values.shape
     return values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

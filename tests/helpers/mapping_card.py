@@ -33,7 +33,7 @@ class Card:
     Attributes:
         reserved: Size of each reserved range, by address.
         mapped: (size, handle, whether accessible) of each mapping, by address.
-        sizes: Bytes of each handle that was not released.
+        sizes: Bytes of each handle that has not been released.
         zeroed: (address, size) of each memset.
         bytes: Contents of memory that was written or read, by handle.
         pinned: Sizes of registered host memory by address; `may_pin` permits it.
@@ -84,7 +84,7 @@ class Card:
 
     @property
     def taken(self) -> int:
-        """Bytes of this card that are not free, because a handle or a mapping exists for them."""
+        """Bytes of this card that are in use, because a handle or a mapping exists for them."""
         held = ({handle for _, handle, _ in self.mapped.values()} | set(self.sizes)) - self.imported
         return sum((self.sizes | self.lost)[handle] for handle in held)
 

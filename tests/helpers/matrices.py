@@ -1,4 +1,4 @@
-"""Which thread has which elements of a matrix (PTX ISA section 9.7.15.5), and sums in the order of an H100."""
+"""The elements of a matrix that each thread has (PTX ISA section 9.7.15.5), and sums in the order of an H100."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ def exponent(bits: int, kind: Kind) -> int:
 def dot(a: Sequence[int], b: Sequence[int], c: int, kinds: tuple[Kind, Kind], added: Kind, into: Kind) -> int:
     """Return the bits of a row times a column plus a number.
 
-    All terms are cut off 25 places after the greatest exponent, and then added exactly.
+    All terms are truncated 25 places after the greatest exponent, and then added exactly.
     """
     terms: list[tuple[Number, int]] = [(decode(c, added), exponent(c, added))]
     for x, y in zip(a, b, strict=True):

@@ -32,7 +32,7 @@ def main(key_file: str, secrets_file: str, pids: list[str]) -> None:
     key = load_pem_private_key(Path(key_file).read_bytes(), None)
     assert isinstance(key, EllipticCurvePrivateKey)
     number = key.private_numbers().private_value.to_bytes(32, "big")
-    # The number with either byte order, and a part of the key file's text.
+    # Search for the number in either byte order, and for a part of the key file's text.
     wanted = {"key": [number, number[::-1], Path(key_file).read_bytes().splitlines()[2][:40]]}
     secrets = [line.split() for line in Path(secrets_file).read_text().splitlines() if not line.startswith("#")]
     wanted["secrets"] = [bytes.fromhex(secret) for label, _, secret in secrets if label.endswith("TRAFFIC_SECRET_0")]

@@ -46,7 +46,7 @@ def item(value: int, what: int = 0) -> bytes:
 
 
 def right(*values: int, method_id: int = 1) -> Answer:
-    """Return the answer that these values must get."""
+    """Return the correct answer for these values."""
     return Answer(method_id, struct.pack(f"<{len(values)}I", *(value * FACTOR + 1 for value in values)))
 
 
@@ -70,7 +70,7 @@ class ModelRig:
         return int(str(self.host.state()[name]["lease_id"]) or "0", 16)
 
     async def leased(self, name: str = "obey") -> int:
-        """Wait until the model has a lease; return it."""
+        """Wait until the model has a lease, and return its id."""
         await until(lambda: self.lease_id(name))
         return self.lease_id(name)
 

@@ -83,7 +83,7 @@ class Network:
         self.cut_one_way(others, ones)
 
     def cut_one_way(self, senders: Sequence[str], receivers: Sequence[str]) -> None:
-        """Lose everything that some hosts send to others. What the others send to them arrives."""
+        """Lose everything that the senders send to the receivers, but nothing in the other direction."""
         for sender, receiver in ((one, other) for one in senders for other in receivers if one != other):
             self._neighbour(sender, receiver, NOBODY)
             self._cuts.add((sender, receiver))

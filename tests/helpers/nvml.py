@@ -14,11 +14,11 @@ SLACK_BYTES: Final = 128 << 20
 class Cards:
     """The cards that CUDA_VISIBLE_DEVICES names, or all cards. NVML is initialised.
 
-    So several runs of these tests can share a host, if each uses other cards.
+    So several runs of these tests can share a host, if each uses different cards.
     """
 
     def __init__(self) -> None:
-        # NVML opens a card at the first call that names it, and keeps it open. So all are opened here: otherwise a test
+        # NVML opens a card at the first call that names it, and keeps it open. So open all cards here; otherwise a test
         # whose code lists all cards would leave descriptors behind.
         every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(int(pynvml.nvmlDeviceGetCount()))]
         named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -26,7 +26,7 @@ MANAGED_PTX: Final = b""".version 7.0
 
 @contextmanager
 def outside_program() -> Iterator[int]:
-    """Yield the program's process id once it has run a kernel. It has ended after the block."""
+    """Yield the program's process id when it has run a kernel. After the block, the program has ended."""
     command = [sys.executable, "-P", "-m", "helpers.outside_program"]
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=python_environment())
     try:

@@ -178,14 +178,14 @@ def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
 
 
 def _stands_for_all(opcode: str, parts: set[str]) -> bool:
-    """Return whether to include a comparison: all simple setp, and a few of the thousands of other combinations."""
+    """Return whether to include a comparison: every simple setp, and a few of the thousands of other combinations."""
     if {"and", "or", "xor"} & parts:
         return "lt" in parts and (opcode == "setp" or "xor" in parts)
     return opcode == "setp" or bool({"lt", "equ", "nan", "ls"} & parts)
 
 
 def _further_predicate(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the type of the predicate that a comparison's result is combined with, if any (PTX ISA section 9.7.6)."""
+    """Return the type of the predicate with which a comparison's result is combined, if any (PTX ISA section 9.7.6)."""
     return ("pred",) * bool({"and", "or", "xor"} & set(parts))
 
 

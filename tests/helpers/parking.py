@@ -9,7 +9,7 @@ from gpulease.protocol.messages import LeaseRef
 
 
 def park_limits(memory: str, *, stay_ms: int = 0, overcommit: float = 4.0) -> str:
-    """Return the table `[limits]` of a daemon that parks sessions at once, as often as a test wants it.
+    """Return the table `[limits]` of a daemon that parks sessions at once, as often as a test needs.
 
     Fast hosts park 40 times in a tenth of a second, so the pace is far above the default.
     """

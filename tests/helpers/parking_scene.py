@@ -73,7 +73,7 @@ class Parked:
             assert bytes(self.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
 
     def leave(self, device: str | None = None) -> None:
-        """Make the session leave its worker, once its client has no operation in progress. `device`: its next card."""
+        """Make the session leave its worker, for the card `device`, when its client has no operation in progress."""
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -135,7 +135,7 @@ class ParkingNode:
         self.lasting = LastingDaemon(vram=("200MiB",) * cards, config=config, within=within)
         self._faults = Faults(dict(constants or {}), stops_workers_at=self._step)
         self.lasting.start(self._faults)
-        # The next test uses the broker that this one has restarted.
+        # The next test uses the broker that this test has restarted.
         SHARED_FOLDERS.add(self.lasting.folder)
 
     def restart(self) -> None:
@@ -152,7 +152,7 @@ class ParkingNode:
 
         Afterwards it must have ended once, and the node must be idle again.
         """
-        # The test before may have killed the zygote.
+        # The previous test may have killed the zygote.
         zygotes = wait_until(self.lasting.zygotes, "a zygote runs")
         with self.next_workers_stop_at(step):
             lease = parkable(self.lasting, size)

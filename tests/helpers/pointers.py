@@ -1,4 +1,4 @@
-"""Kernels with device addresses in their data, and a module's variable that counts. A park must not change either."""
+"""Kernels with device addresses in their data, and a variable of a module that counts. A park must change neither."""
 
 from typing import Final
 

@@ -25,7 +25,7 @@ _SETTINGS: Final = {
     "shared_buffers": "16MB",
     "max_connections": "50",
     "autovacuum": "off",
-    # Tests kill processes, not the host, so no data is lost without fsync; and other tests need the disk.
+    # Tests kill processes, not the host, so no data is lost without fsync, and other tests need the disk.
     "fsync": "off",
 }
 
@@ -54,7 +54,8 @@ class PostgresServer:
     """One server with new data, or with the data of a primary that it follows.
 
     Args:
-        primary: A running server. This one becomes its standby, and confirms to it what it has stored on disk.
+        primary: A running server. The new server becomes its standby, and confirms to it the data that is stored on
+            disk.
         settings: Settings of this server only.
     """
 
@@ -112,7 +113,7 @@ class PostgresServer:
         return (self.folder / "log").read_text(errors="replace")
 
     def promote(self) -> None:
-        """Make a standby the primary. Returns once it is."""
+        """Make a standby the primary. Returns when it is one."""
         with psycopg.connect(self.conninfo, autocommit=True) as connection:
             assert connection.execute("SELECT pg_promote()").fetchone() == (True,)
 

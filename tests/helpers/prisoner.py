@@ -118,7 +118,7 @@ def attempts(sibling: int, folder: Path, listening: str) -> Attempts:
 
     Args:
         sibling: Another worker's process.
-        folder: A folder that everybody may access.
+        folder: A folder that everyone may access.
         listening: The address of an abstract socket.
     """
     zeros = (ctypes.c_uint64 * 32)()

@@ -33,7 +33,7 @@ def processes() -> list[ProcessInfo]:
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    # No Path is used, because to make one takes longer than to read the file, and tests read all processes repeatedly.
+    # Use no Path, because making one takes longer than reading the file, and tests read all processes repeatedly.
     try:
         with open(f"/proc/{pid}/stat") as file:
             text = file.read()
@@ -51,7 +51,7 @@ def is_running(pid: int) -> bool:
 
 
 def stop_process(pid: int) -> None:
-    """Stop a process with SIGSTOP. Returns once none of its threads runs, or the process is gone.
+    """Stop a process with SIGSTOP. Returns when none of its threads runs, or the process is gone.
 
     One thread receives the signal and stops the others. On a busy host that thread may wait for a processor; meanwhile
     the others continue. Raises ProcessLookupError if there is no such process.
@@ -116,7 +116,7 @@ def marked(mark: str) -> list[ProcessInfo]:
     """
     wanted = mark.encode()
     found = {int(entry) for entry in os.listdir("/proc") if entry.isdigit() and wanted in _environment(entry)}
-    # To read a process's state takes longer than to read its environment, so read that of none but these.
+    # Reading a process's state takes longer than reading its environment, so read only the states of these.
     for pid in tuple(found):
         found.update(
             _children(pid) if _HAS_CHILDREN_FILES else (info.pid for info in processes() if info.parent == pid)
@@ -151,7 +151,7 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
 
 def own_threads() -> dict[int, str]:
-    """Return the names of this process's threads by kernel id, also of threads that native code started."""
+    """Return the names of this process's threads by kernel id, including threads that native code started."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     return {int(entry): names.get(int(entry), "not Python's") for entry in os.listdir("/proc/self/task")}
 
@@ -159,6 +159,6 @@ def own_threads() -> dict[int, str]:
 def cpu_seconds(pid: int) -> float:
     """Return the processor time that a process has used, in user and system mode.
 
-    Reads the process's CPU clock, with the id that clock_getcpuclockid(3) computes.
+    Reads the process's CPU clock, whose id is computed like that of clock_getcpuclockid(3).
     """
     return time.clock_gettime(~pid << 3 | 2)

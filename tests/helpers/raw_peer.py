@@ -1,4 +1,4 @@
-"""A peer that sends the protocol's bytes itself, including what no correct client would send."""
+"""A peer that sends the protocol's bytes itself, including bytes that no correct client would send."""
 
 import socket
 from contextlib import suppress
@@ -42,7 +42,7 @@ class RawPeer:
     Attributes:
         sock: The socket, to send bytes that are not even a frame.
         connection: The client's half of the protocol, which keeps the state and numbers requests.
-        session_id: The id of the session that it attached last.
+        session_id: The id of the session to which it attached last.
     """
 
     def __init__(self, address: str) -> None:
@@ -109,7 +109,7 @@ class RawPeer:
     def free(self, lease_id: int) -> None:
         self.request(Opcode.LEASE_FREE, LeaseRef(lease_id))
 
-    # --- whatever comes ---
+    # --- events of any kind ---
 
     def next_event(self) -> Event:
         """Return the next event that the daemon sends, or the end of the connection."""

@@ -1,4 +1,4 @@
-"""Daemons that recycle contexts, and never end one for being late, however busy the host is."""
+"""Daemons that recycle contexts, and never end a context because it is late, however busy the host is."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""A session with regions in this process's memory, which tests feed with frames, and the broker's side of both."""
+"""A session with regions in this process's memory, to which tests pass frames, and the broker's side of both."""
 
 import mmap
 import os

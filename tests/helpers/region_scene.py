@@ -34,7 +34,7 @@ class Scene:
         return region
 
     def double(self, region: Region, position: int = 0) -> None:
-        """Launch a kernel in the region, and wait for it. If the region has ended, raises the error that says how."""
+        """Launch a kernel in the region, and wait for it. If the region has ended, raises the error for its end."""
         self.double_in(self.session.region_set([region]), region, position)
 
     def double_in(self, regions: RegionSet, region: Region, position: int = 0) -> None:

@@ -58,7 +58,7 @@ class Pki:
         return builder.tls(str(who.certificate), str(who.key), str(self.authority.certificate_path))
 
     def be(self, who: Issued, monkeypatch: Any) -> None:
-        """Set the environment to that tenant's credentials."""
+        """Set the environment variables to that tenant's credentials."""
         monkeypatch.setenv("GPULEASE_TLS_CERTIFICATE", str(who.certificate))
         monkeypatch.setenv("GPULEASE_TLS_KEY", str(who.key))
         monkeypatch.setenv("GPULEASE_TLS_CA", str(self.authority.certificate_path))
@@ -75,7 +75,7 @@ class Pki:
         return context
 
     def short_lived(self, tenant: str, seconds: float) -> Issued:
-        """Return a tenant's certificate that expires after so many seconds; if negative, it has expired already."""
+        """Return a tenant's certificate that expires after `seconds`; if negative, it has already expired."""
         return self.authority.issue_tenant(tenant, timedelta(seconds=seconds))
 
 
@@ -97,7 +97,7 @@ def relays(daemon: Daemon) -> list[ProcessInfo]:
 
 
 def spares(daemon: Daemon) -> list[ProcessInfo]:
-    """Return the relays of a daemon that wait for a connection, once all have started."""
+    """Return the relays of a daemon that wait for a connection, after all have started."""
 
     def waiting() -> list[ProcessInfo]:
         return [info for info in daemon.processes() if info.name == SPARE_NAME]

@@ -59,7 +59,7 @@ class RingPeer(RawPeer):
         self.replies, self.requests = client_ends(self.memory, layout, barriers, self.bell)
 
     def bell(self) -> None:
-        """Wake the worker. If the socket has no room, there are unread wake-ups already."""
+        """Wake the worker. If the socket has no room, it already has unread wake-ups."""
         with contextlib.suppress(BlockingIOError):
             self.sock.sendall(b"!")
 
@@ -83,7 +83,7 @@ class RingPeer(RawPeer):
         return reply.result  # type: ignore[return-value]
 
     def next_event(self) -> Any:
-        """Return the next event that the worker sends, in the ring if there is one, or the end of the connection."""
+        """Return the worker's next event, from the ring if there is one, or the end of the connection."""
         if not hasattr(self, "words"):
             return super().next_event()
         into = bytearray(1 << 16)

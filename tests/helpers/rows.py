@@ -1,6 +1,6 @@
 """Kernels that run instructions on rows of operands, one row for each thread, and store every result.
 
-Many instructions share one kernel, because to compile a module takes longer than to run the instruction.
+Many instructions share one kernel, because compiling a module takes longer than running an instruction.
 """
 
 import itertools
@@ -11,7 +11,7 @@ OPERAND_NAMES: Final = "abce"
 ROW_BYTES: Final = 32
 RESULT_BYTES: Final = 8
 
-# The register types of some types: PTX has no registers of 8 bits, and few types for small floats.
+# The register types of some types. PTX has no registers of 8 bits, and few types for small floats.
 _PACKED: Final = {"f16": "b16", "bf16": "b16", **dict.fromkeys(("f16x2", "bf16x2", "u16x2", "s16x2"), "b32")}
 _REGISTERS: Final = {"u8": "b16", "s8": "b16", "b8": "b16", **_PACKED}
 

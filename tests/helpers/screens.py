@@ -1,4 +1,4 @@
-"""Checks a page in a browser at several widths and colour schemes: text that is cut off, or too faint to read."""
+"""Checks a page in a browser, at several widths and colour schemes, for text that is cut off or too faint to read."""
 
 from helpers.browser import Browser
 

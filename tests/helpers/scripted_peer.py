@@ -1,7 +1,8 @@
-"""A daemon that follows a test's script: one thread per connection plays first the broker, then the worker.
+"""A daemon that follows a test's script. One thread per connection acts first as the broker, then as the worker.
 
-It tests how a client reacts to what it receives. By default it behaves like a daemon: it grants leases, keeps memory in
-bytearrays, accepts any module as one with the kernels in `KERNELS`, and keeps the first failure of a quiet request.
+It tests how a client reacts to the messages that it receives. By default it behaves like a daemon: it grants leases,
+keeps memory in bytearrays, accepts any module as one with the kernels in `KERNELS`, and keeps the first failure of a
+quiet request.
 """
 
 import contextlib
@@ -156,7 +157,7 @@ class ScriptedPeer:
         self.script[op] = refuse
 
     def on(self, op: Opcode, outcome: BaseException | Body) -> None:
-        """Reply to an operation with a body, or do what an exception stands for, from now on."""
+        """From now on, reply to an operation with a body, or act as the exception says."""
 
         def answer(_: Request) -> Body:
             if isinstance(outcome, BaseException):

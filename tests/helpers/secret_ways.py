@@ -1,4 +1,4 @@
-"""Ways by which a secret can get into a session's worker. Tests search for it after the session."""
+"""Ways in which a secret can get into a session's worker. Tests search for the secret after the session."""
 
 import struct
 from collections.abc import Callable

@@ -26,7 +26,7 @@ class ServiceManager:
     """Starts daemons one after another in one folder.
 
     Attributes:
-        said: The notifications of the running daemon, one assignment each, in order.
+        said: The notifications of the running daemon, split into assignments, in order.
         kept: The descriptors that daemons have stored here, by name.
     """
 
@@ -84,7 +84,7 @@ class ServiceManager:
         (self.folder / "config.toml").write_text(config)
 
     def start_ready(self, *arguments: str, **options: object) -> None:
-        """Start a daemon, and return once it reports that it is ready."""
+        """Start a daemon, and wait until it reports that it is ready."""
         self.start(*arguments, **options)  # type: ignore[arg-type]
         self.wait_for("READY=1")
 
@@ -110,7 +110,7 @@ class ServiceManager:
                 os.close(fd)
 
     def wait_for(self, word: str, times: int = 1) -> None:
-        """Return once the daemon has sent that assignment `times` times. Fails with the log if the daemon ends."""
+        """Wait until the daemon has sent that assignment `times` times. Fails with the log if the daemon ends."""
 
         def is_said() -> bool:
             self.hear()
@@ -130,7 +130,7 @@ class ServiceManager:
         return self.wait_for_exit()
 
     def wait_for_exit(self) -> int:
-        """Return the daemon's exit status, once it has ended."""
+        """Wait until the daemon has ended, and return its exit status."""
         assert self.process is not None
         status = self.process.wait(STOP_LIMIT_S)
         self.hear()

@@ -1,4 +1,4 @@
-"""A session that records its launches, which tests feed with frames. Native code or Python executes them."""
+"""A session that records its launches. Tests pass frames to it, which native code or Python executes."""
 
 import ctypes
 import re
@@ -38,7 +38,7 @@ from helpers.kernels import TRANSFORM
 LEASE = 0x77
 SIZES = (8, 4, 4)
 UNKNOWN_TO_NATIVE = 3
-"""A number of blocks with which native code can't record a launch here, so that Python must do it."""
+"""A number of blocks with which native code can't record a launch here, so that Python must record it."""
 
 OF_THE_MOMENT = {
     Counter.LAST_POLL_NS,
@@ -65,7 +65,7 @@ REPLAY_GRAPH = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64
 
 
 class RecordedChain:
-    """A chain of launches, whose record in native code is its number. It uses nothing of a card."""
+    """A chain of launches, whose record in native code is its number. It uses no card."""
 
     device_bytes = 0
 

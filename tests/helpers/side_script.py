@@ -53,7 +53,7 @@ TO_SCRIPT = messages_of(LivenessPing | Die | Progress | Talk)
 
 
 def serve(channel: socket.socket) -> None:
-    """Serve until a message says to exit, or until the broker is gone."""
+    """Serve until a message orders the exit, or the broker is gone."""
     while True:
         try:
             message = expect_message(TO_SCRIPT, receive_message(channel)[0])

@@ -1,4 +1,4 @@
-"""Descriptors whose last close takes as long as a test wants."""
+"""Descriptors whose last close takes as long as a test needs."""
 
 import contextlib
 import socket
@@ -17,7 +17,7 @@ def slow_to_close() -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         sock = stack.enter_context(socket.create_connection(listener.getsockname()))
-        # The peer is closed first, so that the other end has nothing to wait for.
+        # Close the peer first, so that the other end's close has nothing to wait for.
         stack.enter_context(listener.accept()[0])
         sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 SIZE_BYTES: Final = 64 << 20
-"""Enough for the journal of an hour, which keeps a row for each lease that ended lately."""
+"""Enough for an hour's journal, which keeps a row for each lease that ended recently."""
 
 PART_BYTES: Final = 4096
 
@@ -17,7 +17,7 @@ class SmallDisk:
     """A new file system. Mounting it needs root. Use it as a context manager: afterwards it is gone.
 
     Attributes:
-        folder: Where it is mounted. The path is short, because a Unix socket's path has at most 107 bytes.
+        folder: The mount point. Its path is short, because a Unix socket's path has at most 107 bytes.
     """
 
     def __init__(self) -> None:

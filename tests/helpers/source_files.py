@@ -25,9 +25,9 @@ def tree_of(path: Path) -> ast.Module:
 
 @contextmanager
 def kept_trees() -> Iterator[None]:
-    """Let a module's tests keep the trees of all files, without the garbage collections that would walk them.
+    """Let a module's tests keep the trees of all files, without garbage collections, which would walk the trees.
 
-    There are some million nodes. While they are made, collections take three times as long as the parser.
+    There are a few million nodes. While they are made, collections take three times as long as the parser.
     """
     gc.disable()
     try:
@@ -39,13 +39,13 @@ def kept_trees() -> Iterator[None]:
 
 
 def statements_of(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield all statements of a file: to walk their expressions, too, takes ten times as long."""
+    """Yield all statements of a file. Walking their expressions as well takes ten times as long."""
     containers: list[ast.AST] = [tree]
     while containers:
         container = containers.pop()
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             parts = getattr(container, name, ())
-            # Lambdas and conditional expressions have parts of these names, too.
+            # Lambdas and conditional expressions also have parts with these names.
             for part in parts if isinstance(parts, list) else ():
                 containers.append(part)
                 if isinstance(part, ast.stmt):

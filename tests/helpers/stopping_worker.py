@@ -1,7 +1,7 @@
-"""A zygote whose workers stop themselves at one step of parking, once each, as if by SIGSTOP.
+"""A zygote whose workers each stop themselves once, at one step of parking, as if by SIGSTOP.
 
 As a program, it takes a zygote's arguments and the path of a file. Each worker stops at the step that the file names
-when the worker is forked; at none if the file names none.
+when the worker is forked, if it names one.
 """
 
 import os
@@ -54,7 +54,7 @@ def stop_around(of: Any, name: str, *, before: bool) -> None:
 
 
 def stop_in_copy(name: str) -> None:
-    """Make a method of the parked memory stop the process once half of its copies are done."""
+    """Make a method of the parked memory stop the process when half of its copies are done."""
     method, steps = getattr(ParkedMemory, name), parked_memory._steps
 
     def copying(*arguments: Any, **options: Any) -> Any:

@@ -33,7 +33,7 @@ def main(url: str, folder: Path) -> None:
                     left.remove(key)
                 case Reservation() as held:
                     try:
-                        # One in eight is so slow that its claim expires before it begins.
+                        # One in eight operations is so slow that its claim expires before it begins.
                         time.sleep(random.choice([0, 0, 0, 0, 0.01, 0.01, 0.02, 1.5 * CLAIM_TTL_S]))
                         store.start(held)
                         line = f"{key} {held.epoch}\n".encode()

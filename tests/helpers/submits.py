@@ -35,7 +35,7 @@ SHORT_S: Final = (1.0, 5.0, 25.0, 125.0)
 """Time limits, in the order in which they are tried, of submits that must soon time out."""
 
 LONG_S: Final = 600.0
-"""Time limit of a submit that is ended by something else."""
+"""Time limit of a submit that something else ends."""
 
 POOL_S: Final = 120.0
 """How long a pool may take to be full again. A card makes contexts slowly, and waits before it replaces a lost one."""
@@ -48,7 +48,7 @@ def scaling(lease: Any, n: int = 1000, factor: float = 2.0) -> Any:
 
 
 def check_scaled(outputs: list[bytes], n: int = 1000, factor: float = 2.0) -> None:
-    """Fail unless there is one output, with every number right."""
+    """Fail unless there is one output, in which every number is correct."""
     (output,) = outputs
     np.testing.assert_array_equal(floats(output), numbers(n) * np.float32(factor))
 
@@ -97,7 +97,7 @@ def workers_of(processes: Callable[[], list[ProcessInfo]]) -> list[int]:
 
 
 def wait_until_warm(daemon: Daemon, wanted: int = 1) -> list[int]:
-    """Return the process ids of warm contexts, once the first card has `wanted` of them."""
+    """Wait until the first card has `wanted` warm contexts, and return their process ids."""
 
     def is_full() -> bool:
         return int(daemon.inventory().details[0]["warm_contexts"]) == wanted
@@ -108,7 +108,7 @@ def wait_until_warm(daemon: Daemon, wanted: int = 1) -> list[int]:
 
 @contextmanager
 def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = None) -> Iterator[Running]:
-    """Run a submit, by default one that never ends. Yields once its kernel runs; after the block, waits for its end."""
+    """Run a submit, by default one that never ends. Yields when its kernel runs; after the block, waits for its end."""
     found = Running(submission or endless(lease).timeout_secs(60))
     try:
         wait_until(lambda: found.is_over or is_launched(daemon, lease.lease_id), "its kernel is launched")
@@ -119,7 +119,7 @@ def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = Non
 
 
 def timed_out(daemon: Daemon, lease: GpuLease, scene: Callable[[Running], bool]) -> None:
-    """Run a scene while a submit's kernel runs that soon times out. Fails unless the submit times out.
+    """Run a scene while the kernel of a submit that soon times out runs. Fails unless the submit times out.
 
     On a busy host the submit may time out before the scene ends. Then the scene runs again with a longer time limit.
 

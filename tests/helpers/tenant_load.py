@@ -1,4 +1,4 @@
-"""Tenants and an operator that use a daemon which is killed repeatedly, and a record of the replies that they got."""
+"""Tenants and an operator that use a daemon that is killed repeatedly, and a record of the replies that they got."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ LATE_S: Final = 8.0
 MIB: Final = 1 << 20
 
 CHECK_PAUSE_S: Final = 0.01
-"""Between two checks of a tenant, so that tenants leave the broker and its successors time on a host of two cores."""
+"""Pause between two checks of a tenant, which leaves the broker and its successors time on a host of two cores."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Load:
             self.count("expired")
             self._check_expired(told)
         except Disconnected:
-            # The broker was away for so long that the reason for the lease's end is unknown.
+            # The broker was gone for so long that the reason for the lease's end is unknown.
             self.count("end: Disconnected")
             self._check_expired(told)
         except Revoked:
@@ -194,7 +194,8 @@ class Load:
     def _submit(self, dice: random.Random, lease: GpuLease, told: Told) -> None:
         """Run a job, and check the reply.
 
-        A correct job's result must be right, an endless job must not succeed, and a lost job must be reported as lost.
+        A correct job must have the right result, an endless job must not succeed, and a lost job must be reported as
+        lost.
         """
         is_endless, factor, surely_until = dice.random() < 0.2, dice.randint(2, 9), told.surely_until
         try:

@@ -19,7 +19,8 @@ from typing import Any, Final, Self
 
 from helpers.waiting import PATIENCE_S, wait_until
 
-# A shell runs the program as a job, as for a user, so that the program can be stopped while the terminal continues.
+# A shell runs the program as a job, as it does for a user, so that the program can be stopped while the terminal
+# continues.
 _LOGIN: Final = "import os, sys; os.login_tty(0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SHELL: Final = 'set -m; "$@"; s=$?; while [ $s = 148 ]; do echo STOPPED; read -r _; fg >/dev/null; s=$?; done; exit $s'
 
@@ -187,7 +188,7 @@ class Terminal:
         return self.text()
 
     def wait_for_exit(self) -> int:
-        """Return the program's exit status, as a shell reports it, once its last output is on the screen."""
+        """Wait until the last output is on the screen, and return the exit status as a shell reports it."""
         until = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             self.text()

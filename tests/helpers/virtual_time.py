@@ -20,7 +20,7 @@ class _Jump(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Runs timers in their order without waiting. Its `time` begins at 0."""
+    """Runs timers in order, without waiting. Its `time` begins at 0."""
 
     def __init__(self) -> None:
         self._jump = _Jump()

@@ -1,4 +1,4 @@
-"""Waits until a condition is true, with a limit, instead of sleeping for as long as something usually takes."""
+"""Waits until a condition is true, with a time limit, instead of sleeping for as long as something usually takes."""
 
 import time
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _OF_THE_WAIT: Final = 1 / 16
 """Pauses become longer during a wait, up to this part of the time waited, so a wait is late by at most this part."""
 
 _TIMES_A_LOOK: Final = 3
-"""A pause is at least so many times as long as the check before it, because other tests need the processor."""
+"""A pause is at least this many times as long as the check before it, because other tests need the processor."""
 
 _MAX_PAUSE_S: Final = 0.3
-"""Longest pause after a check that is slow, because it starts a process or because the host is busy."""
+"""Longest pause after a slow check, which starts a process or runs on a busy host."""
 
 
 def wait_until(

@@ -1,4 +1,4 @@
-"""The web process, with a simulated broker that returns what the test sets: any tenants, states and texts."""
+"""The web process, with a simulated broker that returns the tenants, states and texts that the test sets."""
 
 import asyncio
 import hashlib
@@ -79,7 +79,7 @@ def lease(number: int, tenant: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Scene:
-    """What the simulated broker replies, and the requests that it has received.
+    """The simulated broker's replies, and the requests that it has received.
 
     Attributes:
         is_silent: Whether it sends no replies.

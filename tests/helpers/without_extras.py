@@ -16,7 +16,7 @@ sys.path[:] = [place for place in sys.path if "-packages" not in place] + [{link
 
 
 def environment_without_extras(folder: Path) -> dict[str, str]:
-    """Return an environment whose Python finds only gpulease and what it always needs. `folder` must be empty."""
+    """Return an environment whose Python finds only gpulease and its required packages. `folder` must be empty."""
     links = folder / "links"
     links.mkdir()
     for name in BASE:

@@ -1,4 +1,4 @@
-"""A session with a thread that computes all the time, and that must not be affected by what the test does meanwhile."""
+"""A session with a thread that computes all the time, and that the test's actions must not affect."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ It is short compared with anything that affects a session, and long compared wit
 PAUSE_S = 20.0
 """A time that is longer than any round on a busy host, and shorter than a client's wait for a broker that hangs.
 
-Rounds that end while no broker runs show more: `check_goes_on`.
+Rounds that end while no broker runs prove more; see `check_goes_on`.
 """
 
 

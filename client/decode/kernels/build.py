@@ -31,7 +31,7 @@ HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
 """Dimensions of attention heads for which kernels are compiled."""
 
 HEADS: Final = 16
-"""The most query heads per key head: the rows of one matrix instruction."""
+"""Maximum number of query heads per key head: the rows of one matrix instruction."""
 
 ATTEND_TILES: Final = {
     32: (32, 1, 2, None),

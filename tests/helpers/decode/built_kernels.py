@@ -1,4 +1,4 @@
-"""Compares the decode engine's packaged kernels with what their source compiles to, and records that they are equal.
+"""Compiles the decode engine's kernels, checks that the packaged files are the same, and records this.
 
     PYTHONPATH=.dev:tests python -m helpers.decode.built_kernels
 
@@ -23,7 +23,7 @@ COMPARED: Final = Path(__file__).parents[2] / "client" / "decode" / "kernels" / 
 SOURCES: Final = ("triton_source.py", "gluon_source.py")
 
 FEW: Final = 12
-"""Each test run compiles one in so many kernels. That is enough to notice a change in how kernels are compiled."""
+"""Each test run compiles one in this many kernels, enough to notice a change in how kernels are compiled."""
 
 
 def builder() -> ModuleType:
@@ -38,10 +38,9 @@ def told() -> dict[str, Any]:
 
 
 def digest(jobs: dict[str, Any]) -> str:
-    """Return a digest of the packaged files, and of what they are compiled from: the source and each kernel's
-    parameters.
+    """Return a digest of the packaged files, the source and each kernel's parameters.
 
-    The code that calls Triton is not part of it. Comments and docstrings of the source do not change it.
+    The digest does not cover the code that calls Triton. Comments and docstrings of the source do not change it.
     """
     parts = []
     for name in SOURCES:
@@ -58,7 +57,7 @@ def digest(jobs: dict[str, Any]) -> str:
 
 
 def differing(build: ModuleType, names: Iterable[str]) -> list[str]:
-    """Return the names of those kernels whose files differ from what their source compiles to now."""
+    """Return the names of the kernels whose source now compiles to other files than the packaged ones."""
     jobs, entries = build.jobs(), told()["kernels"]
     found = []
     for name in names:

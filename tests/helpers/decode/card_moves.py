@@ -21,7 +21,7 @@ MOVES = 3
 
 @dataclass(frozen=True)
 class EngineMoves:
-    """What the tenants received, and when.
+    """The tenants' outputs, and their delays.
 
     Attributes:
         outputs: The outputs of all tenants.
@@ -39,7 +39,7 @@ class EngineMoves:
 
 
 async def outputs_alone(node: Daemon, tokens: int) -> Outputs:
-    """Return each tenant's output of so many tokens, generated without a move, one tenant after another."""
+    """Return each tenant's output of `tokens` tokens, generated without a move, one tenant after another."""
     async with _opened(node, Recorder()) as decoder:
         return await one_by_one(decoder, tokens)
 
@@ -51,7 +51,7 @@ def _opened(node: Daemon, reports: Recorder) -> AbstractAsyncContextManager[Deco
 
 
 async def outputs_around_moves(node: Daemon, card_uuids: Sequence[str], tokens: int) -> EngineMoves:
-    """Move the engine's session from card to card while each tenant generates so many tokens."""
+    """Move the engine's session from card to card while each tenant generates `tokens` tokens."""
     reports = Recorder()
     async with _opened(node, reports) as decoder:
         generations = {name: submit(decoder, name, tokens) for name in PROMPTS}

@@ -1,7 +1,7 @@
 """GGUF files of test models, in every quantisation that the decode engine reads.
 
 The layouts are GGML's (ggml-quants.c), which the gguf library can read. The library quantises blocks of 32 values.
-Superblocks of 256 are quantised here in a simple way: each group by its own least and largest value.
+Superblocks of 256 values are quantised here in a simple way: each group by its own smallest and largest value.
 """
 
 import json
@@ -105,7 +105,7 @@ def quantise(values: F32, kind: Type) -> npt.NDArray[np.generic]:
 
 
 def kept(values: F32, kind: Type) -> F32:
-    """Return what a reader gets for a matrix that is stored as `kind`, in f32."""
+    """Return the values, in f32, that a reader gets from a matrix that is stored as `kind`."""
     values = np.ascontiguousarray(gguf.dequantize(quantise(values, kind), kind), np.float32)
     return values
 
@@ -113,7 +113,7 @@ def kept(values: F32, kind: Type) -> F32:
 def kept_tensors(tensors: Mapping[str, F32], kind: Type) -> dict[str, F32]:
     """Return a model's tensors as a reader gets them from a file of `write_gguf`.
 
-    Matrices have been stored as `kind`, the other tensors as f32.
+    Matrices were stored as `kind`, the other tensors as f32.
     """
     return {
         name: kept(tensor, kind) if tensor.ndim == 2 and not name.endswith("mlp.gate.weight") else tensor

@@ -72,7 +72,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         told["partial_rotary_factor"] = config.turned_width / config.head_width
     if config.windows:
         told["sliding_window"] = next(window for window in config.windows if window is not None)
-        # Only Qwen's classes read these two.
+        # Only Qwen's classes read these two members.
         told["use_sliding_window"] = True
         told["max_window_layers"] = config.windows.count(None)
     if isinstance(scaling := config.rope_scaling, LinearScaling):
@@ -95,7 +95,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_context,
             "attention_factor": scaling.attention_factor,
         }
-        # Phi-3's class reads it here.
+        # Phi-3's class reads this number at this place.
         told["original_max_position_embeddings"] = scaling.original_context
     elif scaling is not None:
         told["rope_scaling"] = {

@@ -77,12 +77,12 @@ WINDOWED: Final = {
     f"heads {width} wide, a window": replace(SMALL, head_width=width, windows=(21,))
     for width in (32, 64, 80, 96, 128, 256)
 }
-"""Heads of every width that no other model here has, and heads of all widths with a window that ends within a tile."""
+"""Heads of every width that no other model here has, and of all widths with a window that ends within a tile."""
 
 MIDDLING: Final = replace(
     TINY, layers=4, width=576, heads=9, key_heads=3, head_width=64, inner_width=1536, vocabulary=4096
 )
-"""Four layers with the shape of those of SmolLM2-135M."""
+"""Four layers with the same shape as SmolLM2-135M's."""
 
 FP8_WIDTHS: Final = {
     f"keys in FP8, heads {width} wide{', a window' if window else ''}": replace(

@@ -1,6 +1,6 @@
 """References of the decode engine that compute in separate processes, and write their results to a folder.
 
-So their threads, memory and warnings are gone before the engine uses the card, and a process need not end cleanly.
+So their threads, memory and warnings are gone before the engine uses the card, and the processes need not end cleanly.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def recorded(reference: str, model: Path, prompts: list[list[int]], count: int, 
 
 
 def record(opened: Callable[[Path], Scorer]) -> None:
-    """Compute what the command line of `recorded` requests, and end the process at once."""
+    """Compute the results that `recorded` requests on the command line, and end the process at once."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)

@@ -139,7 +139,7 @@ class Reference:
     """A model in numpy. It has no cache and no blocks: each call computes every position.
 
     Attributes:
-        kept: Rounds values as an engine does that stores them with fewer bits: the inputs of linears, q, k and v.
+        kept: Rounds the inputs of linears, q, k and v, like an engine that stores them with fewer bits.
         is_long: Whether sequences are computed with LongRoPE's divisors for long sequences.
     """
 
@@ -156,8 +156,8 @@ class Reference:
         self.is_long = is_long
         self._config = config
         self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
-        # By layer, for each row that was computed last: the router's score of the last chosen expert minus the score of
-        # the next one.
+        # By layer, for each row of the last computation: the router's score of the last chosen expert minus the score
+        # of the next one.
         self._choice_margins: list[Array] = []
 
     def rows(self, token_ids: Sequence[int]) -> Array:

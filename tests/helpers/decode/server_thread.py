@@ -17,7 +17,7 @@ def served_in_thread(
 ) -> Iterator[None]:
     """Serve until the block ends.
 
-    `run` must call its argument with the server once it serves. Raises the error of `run`.
+    `run` must call its argument with the server when the server is ready. Raises the error of `run`.
     """
     servers: list[uvicorn.Server] = []
     failures: list[BaseException] = []

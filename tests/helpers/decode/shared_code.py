@@ -1,4 +1,4 @@
-"""Code of the embedded driver that a test process and the workers of this run's daemons compile once, and share."""
+"""Code of the embedded driver that a test process and the workers of this run's daemons share, compiled only once."""
 
 import fcntl
 import hashlib
@@ -16,9 +16,9 @@ Compile = Callable[[PartSource, Effort | None], bytes]
 
 
 def compiling_once(compile_source: Compile) -> Callable[..., bytes]:
-    """Return the function `compile_source` that takes what another process of this run has compiled.
+    """Return a `compile_source` that uses parts that another process of this run has compiled.
 
-    A process that wants a part while another compiles it waits for that one.
+    A process that needs a part while another process compiles it waits for that process.
     """
     cache = Path(os.environ[DIRECTORY_VARIABLE])
 
@@ -41,7 +41,7 @@ def compiling_once(compile_source: Compile) -> Callable[..., bytes]:
 
 
 def write(folder: Path, name: str, data: bytes) -> None:
-    """Write an entry as the folder's owner does: workers, which run as another user, take no other."""
+    """Write an entry as the folder's owner does. Workers, which run as another user, accept no other entries."""
     draft = folder / f"{os.getpid()}.new"
     draft.write_bytes(hashlib.sha256(bytes.fromhex(name) + data).digest() + data)
     draft.chmod(0o600)

@@ -50,7 +50,7 @@ def _config(fields: dict[str, gguf.ReaderField]) -> ModelConfig:
 
 
 def _halved(tensor: F32, heads: int) -> F32:
-    """Return the rows of a head as two halves. The writer of GGUF files has interleaved them."""
+    """Return the rows of a head as two halves, which the writer of GGUF files has interleaved."""
     pairs = tensor.reshape(heads, len(tensor) // heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
 

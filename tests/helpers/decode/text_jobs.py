@@ -1,4 +1,4 @@
-"""Jobs for text processes, which exist only for tests, and grammars at which llguidance panics."""
+"""Jobs for text processes that exist only for tests, and grammars at which llguidance panics."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ PANICKING: Final = 'root ::= other "" | other\nother ::= "a" "ab"\n'
 """A grammar in EBNF at which llguidance 1.9.1 panics: two alternatives of a lexeme are equal."""
 
 PANICKING_LARK: Final = 'start: T0\nT0: ((T1 "") | T1)\nT1: ("a" "ab")'
-"""The same in Lark."""
+"""The same grammar in Lark."""
 
 
 def panic(*_: Any) -> dict[str, Any]:
-    """Let a library in Rust panic, in a call whose panics it does not catch itself."""
+    """Make a Rust library panic, in a call in which it does not catch panics."""
     import llguidance
 
     llguidance.LLMatcher.validate_grammar(PANICKING_LARK)
@@ -28,7 +28,7 @@ def check(_: Any, grammar: str) -> dict[str, Any]:
 
 
 def crash(_: Any) -> dict[str, Any]:
-    """End the process as a crash of a library would."""
+    """End the process, as a crash of a library would."""
     os.kill(os.getpid(), signal.SIGSEGV)
     return {}
 

@@ -89,7 +89,7 @@ def _logarithm(operands: tuple[Array, ...], true: Array) -> Array:
 def _wave(operands: tuple[Array, ...], true: Array) -> Array:
     """Return the bound of sine and cosine.
 
-    The ISA rounds it to a tenth of a bit: 2^-20.5. An H100's cosine reaches 2^-20.46.
+    The ISA rounds the bound to a tenth of a bit: 2^-20.5. An H100's cosine reaches 2^-20.46.
     """
     size = np.abs(operands[0])
     return np.where(size <= 2 * _PI, 2.0**-20.45, np.where(size <= 100 * _PI, 2.0**-14.7, np.inf))
@@ -123,7 +123,7 @@ def _single() -> Iterator[Approximation]:
 def approximations() -> Iterator[Approximation]:
     """Yield all approximate instructions (PTX ISA sections 9.7.3 and 9.7.4)."""
     yield from _single()
-    # Operand and result have 20 bits after the point. The error is what is cut off the operand, plus a unit of the
+    # Operand and result have 20 bits after the point. The error is the truncated part of the operand plus a unit of the
     # result.
     gross = _relative(2.0**-20 + 2.0**-20)
     yield Approximation("rcp.approx.ftz.f64", "f64", lambda x: 1 / x, gross)

@@ -43,7 +43,7 @@ def _forms() -> Iterator[tuple[str, str, str]]:
 def _apart(space: str, name: str, operation: str, kind: str) -> str:
     """Return a kernel with a place for each thread.
 
-    It stores what `atom` returned, and what `atom` and `red` left there.
+    It stores the result of `atom`, and the values that `atom` and `red` left in the place.
     """
     held = _held(kind)
     place = "%at" if space == "global" else "%inside"

@@ -23,9 +23,9 @@ class Bound:
     """How far two correct results may differ, with the reason.
 
     Attributes:
-        relative: A part of the greater result, in addition to `absolute`.
+        relative: Fraction of the greater result, in addition to `absolute`.
         absolute: In the unit of the results.
-        because: What makes them differ; "" if nothing does.
+        because: The reason for the difference; "" if there is none.
     """
 
     relative: float = 0.0
@@ -41,7 +41,7 @@ EXACT: Final = Bound()
 class Result:
     """An array that is read back, and how far it may differ from the card's.
 
-    `is_bf16`: its 16-bit integers are bf16.
+    With `is_bf16`, its 16-bit integers are bf16.
     """
 
     before: Array
@@ -114,7 +114,7 @@ def _kernel(module: DriverModule, part: str) -> DriverKernel:
 
 
 def differences(result: Result, got: Array, wanted: Array) -> list[str]:
-    """Describe where two results differ too much, for at most five places."""
+    """Describe at most five places where two results differ too much."""
     bound = result.bound
     left, right = (_numbers(array, result) for array in (got, wanted))
     if left.dtype.kind != "f":

@@ -1,4 +1,4 @@
-"""Launches that fail or print, and what the card and the embedded driver report about each."""
+"""Launches that fail or print, and the reports of the card and the embedded driver about each."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -208,7 +208,7 @@ def _tensor() -> Iterator[Case]:
 def _numba_array(array: Array | Result) -> tuple[Argument, ...]:
     """Return an array's arguments as numba passes one dimension.
 
-    They are no owner, no parent, length, size, data, shape, strides.
+    They are a null owner, a null parent, length, item size, data, shape and strides.
     """
     held = array.before if isinstance(array, Result) else array
     length, size = (np.int64(number).tobytes() for number in (len(held), held.itemsize))

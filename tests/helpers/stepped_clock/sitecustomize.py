@@ -1,8 +1,8 @@
 """Changes the wall clock of every Python process that is started with this folder on its PYTHONPATH.
 
 GPULEASE_TEST_CLOCK names a file of 8 bytes: the nanoseconds that are now added to the wall clock. The file stays
-mapped, so that a worker that can't open files reads it too. The monotonic clock is not changed, as when somebody sets a
-host's clock (clock_settime(2)).
+mapped, so that a worker that can't open files can also read it. The monotonic clock does not change, as when someone
+sets a host's clock (clock_settime(2)).
 """
 
 import mmap
