@@ -28,6 +28,7 @@ from helpers.decode.decoder_rig import (
     SETTINGS,
     TOKENS,
     Outputs,
+    no_new_steps,
     opened,
     outputs_around,
     play,
@@ -36,7 +37,7 @@ from helpers.decode.decoder_rig import (
     together,
 )
 from helpers.decode.random_models import TINY
-from helpers.waiting import PATIENCE_S, wait_until
+from helpers.waiting import PATIENCE_S
 
 
 def test_tenants_have_the_tokens_together_that_they_have_alone(daemon: Daemon, alone: Outputs) -> None:
@@ -93,13 +94,6 @@ async def cancel(_: Daemon, decoder: Decoder, name: str) -> None:
     await decoder.regions.pools[name].region.cancel()
 
 
-async def expire(daemon: Daemon, decoder: Decoder, name: str) -> None:
-    """Let the region's time run out, which the tenant's renewals would prevent."""
-    await decoder.regions._renewals[name].stop()
-    region = decoder.regions.pools[name].region
-    wait_until(lambda: daemon.query(region.lease_id)["state"] != "active", "the region has expired")
-
-
 End = Callable[[Daemon, Decoder, str], Awaitable[None]]
 
 
@@ -119,14 +113,16 @@ class Told:
 
 
 async def interrupted(decoder: Decoder, name: str, after: int, end: Callable[[], Awaitable[None]]) -> Told:
-    """Read a tenant's output, and end its region behind so many of its tokens."""
+    """Read a tenant's output, and end its region behind so many of its tokens, before the rest is computed."""
     generation, output = submit(decoder, name), []
     if not after:
-        await end()
+        with no_new_steps(decoder):
+            await end()
     async for emitted in generation:
         output.append(emitted)
         if len(output) == after:
-            await end()
+            with no_new_steps(decoder):
+                await end()
     return Told(output, generation.reason, generation.replays)
 
 
@@ -208,25 +204,6 @@ def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(
         generation = submit(decoder, "b")
         assert await read(generation) == alone["b"]
         assert (generation.replays, decoder.rebinds) == (1, 1)
-
-    play(daemon, scene)
-
-
-@pytest.mark.exhaustive
-def test_a_tenant_whose_region_expires_goes_on_with_the_same_tokens(
-    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first region is revoked, so that it gets another one of one second, and the renewals of that one stop."""
-
-    async def scene(decoder: Decoder) -> None:
-        monkeypatch.setattr("gpulease.client.decode.supervisor.tenant_regions.REGION_TTL_S", 1.0)
-        # The others' regions are renewed early enough for a busy host.
-        monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 0.1)
-        await lose_one(daemon, decoder, "b", 0, revoke)
-        told, others = await lose_one(daemon, decoder, "b", 5, expire)
-        assert (told.output, told.reason) == (alone["b"], CompletionReason.MAX_TOKENS_REACHED)
-        assert told.replays > 0
-        assert others == {other: alone[other] for other in others}
 
     play(daemon, scene)
 

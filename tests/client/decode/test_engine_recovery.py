@@ -48,6 +48,7 @@ from helpers.decode.decoder_rig import (
     Gate,
     Outputs,
     Recorder,
+    no_new_steps,
     one_by_one,
     opened,
     outputs_around,
@@ -68,7 +69,8 @@ async def revoke_lease(daemon: Daemon, decoder: Decoder) -> None:
 
 
 async def free_lease(_: Daemon, decoder: Decoder) -> None:
-    await decoder._supervisor.serving.lease.free()
+    with no_new_steps(decoder):
+        await decoder._supervisor.serving.lease.free()
 
 
 async def kill_worker(daemon: Daemon, decoder: Decoder) -> None:

@@ -1,8 +1,8 @@
 """A decoder with four tenants on a daemon, their prompts, and an observer that keeps all reports."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from gpulease.client.decode.decode_reports import (
     StepReport,
 )
 from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
+from gpulease.client.decode.row_records import Rows
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.supervisor.serving_engine import ServingEngine
@@ -73,6 +74,43 @@ async def together(decoder: Decoder) -> Outputs:
 async def one_by_one(decoder: Decoder, max_tokens: int = TOKENS) -> Outputs:
     """Return every tenant's output, generated one after another."""
     return {name: await read(submit(decoder, name, max_tokens)) for name in PROMPTS}
+
+
+@contextmanager
+def before_step(decoder: Decoder, number: int, act: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Act as a step is about to start, counted from 1; the step names what it was planned with."""
+    engine, count = decoder.engine, 0
+
+    async def start(rows: Rows, pools: Any, *others: Any, **options: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == number:
+            await act()
+        return await type(engine).start(engine, rows, pools, *others, **options)
+
+    engine.start = start  # type: ignore[method-assign]
+    try:
+        yield
+        assert count >= number
+    finally:
+        del engine.start
+
+
+@contextmanager
+def no_new_steps(decoder: Decoder) -> Iterator[None]:
+    """Let no step start inside the block, so that what ends there ends before the answers on any host, however busy."""
+    engine, may_start = decoder.engine, asyncio.Event()
+
+    async def start(*arguments: Any, **options: Any) -> int:
+        await may_start.wait()
+        return await type(engine).start(engine, *arguments, **options)
+
+    engine.start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.start
+        may_start.set()
 
 
 class Recorder(DecoderObserver):

@@ -25,6 +25,7 @@ from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.errors import Denied, Revoked
 from helpers.daemon import Daemon
 from helpers.decode.decode_lines import lines_of
+from helpers.decode.decoder_rig import before_step
 from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
 
@@ -579,11 +580,12 @@ def test_a_lost_region_shows_in_the_extension_alone(
     asked: dict[str, Any] = {"max_tokens": 60, "temperature": 1.2, "seed": 5}
     quiet = complete(client, **asked)
     assert "gpulease" not in quiet.model_extra
-    chunks = []
-    for chunk in complete(client, stream=True, **asked):
-        chunks.append(chunk)
-        if len(chunks) == 3:
-            shared_daemon.revoke(rig.do(lambda: rig.decoder.regions.pools["ann"].region.lease_id))
+
+    async def revoke() -> None:
+        shared_daemon.revoke(rig.decoder.regions.pools["ann"].region.lease_id)
+
+    with before_step(rig.decoder, 10, revoke):
+        chunks = list(complete(client, stream=True, **asked))
     assert text_of(chunks) == quiet.choices[0].text
     extensions = [chunk.model_extra["gpulease"] for chunk in chunks if "gpulease" in (chunk.model_extra or {})]
     assert extensions == [{"replays": 1}]
