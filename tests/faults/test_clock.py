@@ -181,10 +181,9 @@ def test_who_reads_the_wall_clock() -> None:
         path.relative_to(TESTS.parent).as_posix() for path in sources if READS_WALL_CLOCK.search(path.read_text())
     }
     assert readers == {
-        "daemon/broker/reports.py",
+        "daemon/broker/caller.py",
         "daemon/log/writer.py",
         "daemon/record/audit/record_writer.py",
-        "daemon/broker/handlers/token_requests.py",
         "daemon/capabilities/authority.py",
         "daemon/remote/pki/certificates.py",
         "daemon/remote/relay.py",
