@@ -90,7 +90,7 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """The seals of memory of a fixed size (fcntl(2), F_ADD_SEALS)."""
 
 _FUTURE_WRITE: Final = 0x10
-"""F_SEAL_FUTURE_WRITE of fcntl(2), Linux 5.1: once it is set, only the mappings that already exist can write."""
+"""F_SEAL_FUTURE_WRITE of fcntl(2), Linux 5.1: after it is set, only the mappings that already exist can write."""
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
@@ -98,7 +98,7 @@ def sealed_memory(name: str, size_bytes: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
-        # Sealed against shrinking: a mapping beyond the file's end would kill its reader with SIGBUS.
+        # Seal it against shrinking, because access beyond the file's end would kill the reader with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)
@@ -169,8 +169,8 @@ TIME_VERSION: Final = 1
 """Value that a worker writes to `Counter.TIME_VERSION` if it keeps the account of its time and obeys the limits."""
 
 CLAIM_READS: Final = 4
-"""Maximum number of times that the broker reads claims that change during the read. Keeps a hostile worker from
-stalling it."""
+"""Maximum number of times that the broker reads claims that change during the read, so that a hostile worker can't
+stall it."""
 
 MEMBERSHIP_EXPIRED: Final = "its node is cut off from its fleet, and another node may serve its name"
 """The reason that a worker gives after its page's membership deadline, until the broker or zygote sets the word."""
@@ -246,10 +246,10 @@ SESSION_TOTALS: Final = tuple(counter for counter in Counter if counter.metrics)
 """Counters that only grow during a session's life. Metrics add them up."""
 
 SESSION_USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
-"""Counters of which each request that a session serves changes at least one, whichever code serves it."""
+"""Counters at least one of which changes with each request that a session serves, whichever code serves it."""
 
 MAX_CONNECTIONS: Final = 16
-"""Maximum number of connections of a SHARED session. Keeps a tenant from exhausting its worker's descriptors."""
+"""Maximum number of connections of a SHARED session, so that a tenant can't exhaust its worker's descriptors."""
 
 _FIRST_CONNECTION: Final = 64
 _CONNECTION_WORDS: Final = 3
@@ -373,7 +373,7 @@ def for_worker(fds: PageFds) -> PageFds:
 
     A read-only descriptor can't be used to write, truncate or punch the file, nor to make a mapping writable, now or
     later (mmap(2), mprotect(2)). But a worker could open the file again under /proc/self/fd if the file's mode allowed
-    it, and a new memfd's mode allows everyone to write (memfd_create(2)). So the mode is made read-only, too. The
+    it, and a new memfd's mode allows everyone to write (memfd_create(2)). So the mode is also made read-only. The
     worker can't change the mode, because it runs as another user, or because its system call filter forbids it.
     F_SEAL_FUTURE_WRITE can't be used here: it would also stop the next broker, which must map the page to write it.
 
@@ -493,7 +493,7 @@ class BrokerPage:
 
     def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
         """Write when the lease ends, and when the zygote must end the worker. `gone_by_ns`: 0 for never."""
-        # Write the zygote's limit before the deadline: the old limit must never end the worker of a renewed lease.
+        # Write the zygote's limit before the deadline, because the old limit must never end a renewed lease's worker.
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
@@ -669,7 +669,7 @@ class WorkerPage:
     """
 
     def __init__(self, fds: PageFds) -> None:
-        # The descriptor of the lease's page is read-only, so its mapping must be, too.
+        # The descriptor of the lease's page is read-only, so its mapping must also be read-only.
         self._state_map = mmap.mmap(fds.lease, PAGE_BYTES, prot=mmap.PROT_READ)
         self._count_map = mmap.mmap(fds.claims, PAGE_BYTES)
         self._state = memoryview(self._state_map).cast("Q")
@@ -703,8 +703,8 @@ class WorkerPage:
         # The deadline of a lease that was never granted is 0, which has always passed.
         if now_ns >= self._state[_DEADLINE]:
             return Status.LEASE_EXPIRED
-        # Use CLOCK_BOOTTIME, because another node may serve the name while this host is suspended, and CLOCK_MONOTONIC
-        # does not run then.
+        # Use CLOCK_BOOTTIME, because another node may serve the name while this host is suspended, when CLOCK_MONOTONIC
+        # does not run.
         if (until_boot_ns := self._state[_MEMBERSHIP_DEADLINE]) and boot_ns() >= until_boot_ns:
             return Status.REVOKED
         if self.guest is not None and not self._is_admitted(self.guest, now_ns):
@@ -716,7 +716,7 @@ class WorkerPage:
         # Without the broker's word, the worker found out by itself that a deadline on the page has passed.
         if self._state[_WORD] != -status:
             return MEMBERSHIP_EXPIRED if status is Status.REVOKED and self._state[_MEMBERSHIP_DEADLINE] else ""
-        # Bound the length here too, in case another broker version has a longer field.
+        # Also bound the length here, in case another broker version has a longer field.
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 
@@ -732,7 +732,7 @@ class WorkerPage:
         return place + 2
 
     def hide_connection(self, held_at: int) -> None:
-        """Stop showing a connection that has ended. `held_at`: what `show_connection` returned."""
+        """Stop showing a connection that has ended. `held_at` is the result of `show_connection`."""
         # A number of 0 is enough to mark the entry as free.
         self.counters[held_at - 2] = 0
 
@@ -767,10 +767,10 @@ _U64: Final = struct.Struct("=Q")
 
 
 def overran(polled_ns: int, since_ns: int, bound_ms: int) -> str:
-    """Return a clause that says that a kernel has run for too long, according to its worker; "" if none has.
+    """Return a clause about a kernel that has run for too long, according to its worker; "" if none has.
 
     The broker calls this function, or the zygote while no broker runs. A compromised worker may claim that no kernel
-    runs. That gains it no more time than its lease's deadline allows anyway.
+    runs, but that gains it no more time than its lease's deadline allows.
 
     Args:
         polled_ns: `Counter.LAST_POLL_NS`. The current time would be wrong: while a worker compiles, it does not update

@@ -33,7 +33,7 @@ class Guest:
         permissions: The operations that it permits.
         expires_ns: When the token expires, on the monotonic clock.
         generation: The generation of the lease for which the token is valid.
-        mark: The number by which the lease's page names the token once it is revoked; see `mark_of`.
+        mark: The number by which the lease's page names the token after it is revoked; see `mark_of`.
     """
 
     permissions: Permission

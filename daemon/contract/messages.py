@@ -84,8 +84,8 @@ MAX_LENT_PAGES: Final = 256
 has a bounded number of descriptors. A session's other pages go through its host memory."""
 
 MAX_IMAGE_CONNECTIONS: Final = 64
-"""Maximum number of connections of a session that leaves its process. Bounds the descriptors that the broker holds for
-a cold-parked session, and the messages that wait in a channel that nothing reads yet."""
+"""Maximum number of connections of a session that leaves its process. It bounds the descriptors that the broker holds
+for a cold-parked session, and the messages in a channel that nothing reads yet."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
 """Name of a zygote's process, for ps(1). A broker kills no process with another name."""
@@ -427,8 +427,8 @@ class ParkMemoryOrder(Message):
 
     The worker maps the memory and, between requests, prepares it for fast copies. It keeps the memory, parked or not,
     until the next such order. An order without a descriptor makes the worker drop its host memory. The worker ignores
-    the order while the session is parked. The memory exists as long as the broker's descriptor or the worker's mapping.
-    The worker does not reply.
+    the order while the session is parked. The memory exists for as long as the broker's descriptor or the worker's
+    mapping. The worker does not reply.
     """
 
     OP: ClassVar[str] = "park_memory"
@@ -600,7 +600,7 @@ class RegionEndedReport(Message):
         freed_bytes: Bytes that were released to the card.
         kept_bytes: Bytes that stay mapped in the region's place until the session releases its address.
         shown_bytes: By how many bytes the driver's figure of free memory grew during the operation. Other processes
-          change that figure, too.
+          also change that figure.
     """
 
     OP: ClassVar[str] = "region_ended"
@@ -667,11 +667,11 @@ class ParkRefusal(Enum):
 
     Attributes:
         RUNNING: Something that it launched did not end in time.
-        REGIONS: One of its regions is being opened or ended.
+        REGIONS: One of the session's regions is being opened or ended.
         NO_MEMORY: It has no host memory, or too little: `ParkRefusedReport.needed_bytes` is the amount that it needs.
         NOT_PARKABLE: Its lease is not parkable.
         LOST: Its context is lost.
-        OVER: The lease has ended by then.
+        OVER: The lease has ended meanwhile.
         FAILED: The driver refused a call.
     """
 
@@ -691,7 +691,7 @@ class ParkedReport(Message):
     Attributes:
         moved_bytes: Bytes of the pages, including those of regions.
         shown_bytes: By how many bytes the driver's figure of free memory grew during the operation. Other processes
-          change that figure, too.
+          also change that figure.
         waited_ns: Time spent waiting for outstanding work.
         copied_ns: Time to copy the bytes, and to prepare host memory that was not prepared before.
         released_ns: Time to unmap and release the pages.

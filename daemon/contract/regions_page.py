@@ -36,7 +36,8 @@ class BrokerRegionsPage:
     """The broker's view of a session's regions page, which it writes.
 
     Readers cache what they have read together with the page's epoch. Every epoch of a new page is greater than all
-    epochs of the host's earlier pages, so a reader never takes what it cached from an earlier page for this one's.
+    epochs of the host's earlier pages, so a reader never mistakes cached contents of an earlier page for this page's
+    contents.
 
     Attributes:
         reading_fd: A read-only descriptor for the worker, see `control_page.published_memory`; closed by `close`.

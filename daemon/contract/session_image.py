@@ -3,7 +3,7 @@
 A worker packs the image, the broker keeps it without reading it, and another worker of the same lease unpacks it. The
 image records everything that must be equal in the other process: addresses, numbers and handles that the tenant's data
 may contain. If the image can't represent a part of a session, the session can't leave its process
-(`LeaveRefusedReport`). It can only be parked warm.
+(`LeaveRefusedReport`), and can only be parked warm.
 
 Holders are numbered: UNHELD, LEASE, then one for each connection, from FIRST_CONNECTION on.
 """
@@ -109,7 +109,7 @@ class RegionImage(NamedTuple):
         ended: The word that ended it, and the time of that word; None while it has not ended.
         is_reported: Whether a refusal has reported how it ended.
         is_removed: Whether its memory was removed.
-        is_released: Whether its address was released, too, so that only region sets still name it.
+        is_released: Whether its address was also released, so that only region sets still name it.
     """
 
     region_id: bytes

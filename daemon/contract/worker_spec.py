@@ -1,4 +1,4 @@
-"""The description of one worker, which the broker sends to the zygote, and the exit statuses of workers."""
+"""The description of a worker, which the broker sends to the zygote, and the exit statuses of workers."""
 
 from enum import IntEnum
 from typing import Annotated, ClassVar
@@ -18,7 +18,7 @@ from gpulease.protocol.lease_options import WorkerOptions
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec(WorkerOptions, Message):
-    """A worker. To the zygote it means: fork this worker. To a warm worker: take this lease, or this submit.
+    """A worker. It orders the zygote to fork this worker, or a warm worker to take this lease or submit.
 
     The spec also has the options of the lease that the worker obeys.
 

@@ -1,7 +1,8 @@
 """Parking on the embedded driver: copies allocations and regions to other memory, and returns their pages to the host.
 
-The addresses stay reserved, the shadow table is unchanged, and no kernel runs while they are parked. The place of each
-in the copy is recorded by its address, so that a region that ends while it is parked can be zeroed in the copy.
+The addresses stay reserved, the shadow table is unchanged, and no kernel runs while memory is parked. The place of each
+allocation and region in the copy is recorded by its address, so that a region that ends while it is parked can be
+zeroed in the copy.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ from gpulease.daemon.ptx.region_pages import EmbeddedRegions
 
 @dataclass(slots=True)
 class _CopyAhead:
-    """A copy of everything to host memory while it stays in place.
+    """A copy of everything to host memory, while the bytes stay in place.
 
     Attributes:
         host: The host memory.
@@ -74,7 +75,7 @@ class ParkedMemory:
     def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> PageMove:
         """Copy everything to `host`, then release the pages. If the poll raises, nothing has changed.
 
-        `ready`: Called before bytes of `host` up to its argument are used.
+        `ready` is called before bytes of `host` up to its argument are used.
         """
         began_ns = time.monotonic_ns()
         if len(host) < self.moved_bytes:
@@ -93,14 +94,14 @@ class ParkedMemory:
         return PageMove(moved_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
 
     def copy_ahead(self, host: memoryview, end: int) -> bool:
-        """Copy one step before `end` as `park` would; return whether everything is copied."""
+        """Copy one step before `end`, as `park` would. Returns whether everything is copied."""
         ahead = self._copy_ahead_to(host)
         if ahead.steps and sum(ahead.steps[0][1:]) <= end:
             self._save_step(host, ahead.steps.popleft(), _ignore_end, keep_waiting)
         return not ahead.steps
 
     def _copy_ahead_to(self, host: memoryview) -> _CopyAhead:
-        """Return the copy to this memory; a new one if there is none, or if the bytes have other places by now."""
+        """Return the copy to this memory; a new one if there is none, or if the bytes now have other places."""
         places = self._places()
         if self._ahead is None or self._ahead.host is not host or self._ahead.places != places:
             self._ahead = _CopyAhead(host, places, deque(_steps_of(places)))
@@ -108,7 +109,7 @@ class ParkedMemory:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that are copied ahead, of what is where it was then."""
+        """Bytes that are copied ahead; 0 if the allocations or regions have changed since."""
         if self._ahead is None or self._ahead.places != self._places():
             return 0
         return self.moved_bytes - sum(size for _, _, size in self._ahead.steps)
@@ -119,7 +120,7 @@ class ParkedMemory:
     def _save(self, host: memoryview, poll: Poll) -> dict[int, tuple[int, int]]:
         """Copy everything to `host`.
 
-        Returns the place there of each allocation and region, and its size, by its offset.
+        Returns the place of each allocation and region in `host`, and its size, by its offset.
         """
         saved = self._places()
         for step in _steps_of(saved):
@@ -160,7 +161,7 @@ class ParkedMemory:
         return [fd]
 
     def lend_ring(self, ring: CopyRing) -> RingEnd:
-        """Lend everything through a ring; return the side that fills it."""
+        """Lend everything through a ring. Returns the side that fills it."""
         self._saved = self._places()
         return self._end(ring, [(offset, size) for offset, (_, size) in self._saved.items()], fills=True)
 
@@ -170,7 +171,7 @@ class ParkedMemory:
         def copy(batch: Batch, buffer: int) -> None:
             for part in batch:
                 offset, _ = items[part.item]
-                # Nothing is copied for a region that has ended by then: its bytes are zeros.
+                # For a region that has ended meanwhile, copy nothing, because its bytes are zeros.
                 if offset in self._saved:
                     address, place = self._arena.memory.address + offset + part.start, buffer + part.at
                     target, source = (place, address) if fills else (address, place)
@@ -179,7 +180,7 @@ class ParkedMemory:
         return RingEnd(ring, batches(size for _, size in items), copy, _is_done, fills=fills)
 
     def state(self, without: int = 0) -> bytes:
-        """Return the parked state, for `adopt` in another process; `without` the allocation at this address."""
+        """Return the parked state, for `adopt` in another process, without the allocation at the address `without`."""
         address = self._arena.memory.address
         saved = {offset: place for offset, place in self._saved.items() if address + offset != without}
         # A context of an earlier version adopts memory without regions.
@@ -201,8 +202,8 @@ class ParkedMemory:
         Args:
             state: The state.
             host: The host memory.
-            lent_fds: What `lend` returned there; closed here.
-            ring: The ring of `lend_ring` there.
+            lent_fds: The descriptors that `lend` returned in that context. This function closes them.
+            ring: The ring that was given to `lend_ring` in that context.
         """
         if lent_fds:
             host = _mapped(lent_fds)

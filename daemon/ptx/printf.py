@@ -53,7 +53,7 @@ class PrintBuffer:
         head = self._head
         if not head.used and not head.dropped:
             return []
-        # Copy the contents before they are parsed, because they are a tenant's.
+        # Copy the contents before they are parsed, because a tenant's kernels wrote them.
         data = bytes(self._mapping.view[_HEAD_BYTES : _HEAD_BYTES + head.used])
         texts: list[tuple[int, str]] = []
         position = length = 0
@@ -125,7 +125,7 @@ def render(record: bytes) -> str:
             else:
                 output.append(byte)
             continue
-        # This byte is inside a conversion. Native code has put a value after each byte that takes one.
+        # This byte is inside a conversion. Native code has put a value after each byte that requires one.
         mark = MARKS[byte]
         value = int.from_bytes(record[position : position + 8], "little")
         if mark in (Mark.STAR, Mark.INTEGER, Mark.WIDE, Mark.STRING):
@@ -147,7 +147,7 @@ def render(record: bytes) -> str:
             case Mark.INTEGER | Mark.WIDE:
                 output += _number(conversion, byte, value)
                 conversion = None
-            # Not a conversion, or "%%".
+            # This is not a conversion, or it is "%%".
             case _:
                 output += b"%" if byte == ord("%") else b"%" + conversion.text + bytes([byte])
                 conversion = None
@@ -161,7 +161,7 @@ def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
         return b""
     if letter == b"c":
         return _pad(conversion, bytes([value & 255]), is_cut=False)
-    # Integers have the width that their length modifiers say; each is then passed to libc as a long long.
+    # Integers have the width of their length modifiers. Each is then passed to libc as a long long.
     flags, width, precision = _layout(conversion)
     short = conversion.text.count(b"h")
     bits = 64 if conversion.is_long else {0: 32, 1: 16}.get(short, 8)
@@ -174,7 +174,7 @@ def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
     else:
         argument = ctypes.c_longlong(_signed(value, bits) if letter in _SIGNED else value & (2**bits - 1))
         length = b"ll"
-    # The form is rebuilt from parsed and bounded numbers, so no tenant's text reaches libc.
+    # The conversion is rebuilt from parsed and bounded numbers, so no tenant's text reaches libc.
     form = b"%" + flags + (b"%d" % width if width else b"")
     form += (b".%d" % precision if precision is not None else b"") + length + letter
     room = ctypes.create_string_buffer(_TEXT_ROOM)

@@ -44,7 +44,7 @@ class EmbeddedRegions:
         self._active: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self.taken_bytes = 0
-        # The sum of stray accesses at the last poll, and the regions that were reported.
+        # The sum of stray accesses at the last poll, and the regions that have been reported.
         self._reported_strays = 0
         self._named: set[int] = set()
 
@@ -112,7 +112,7 @@ class EmbeddedRegions:
         return area, self._next, self.active(), ended, self._reported_strays, sorted(self._named)
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Enter another context's `state`; nothing was opened here. Raises DriverError or ValueError."""
+        """Enter another context's `state`, in a context without regions so far. Raises DriverError or ValueError."""
         place, self._next, active, ended, self._reported_strays, named = state
         if place != (self._arena.regions_start, self._arena.regions_bytes):
             raise DriverError(f"its regions would begin at {self._arena.regions_start:#x}")

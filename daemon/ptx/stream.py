@@ -1,11 +1,11 @@
-"""Queue launches for native threads: a ring that the caller fills and one thread empties, with helper threads.
+"""A queue of launches for native threads: a ring that the caller fills and one thread empties, with helper threads.
 
 The stream's thread never needs Python's lock, so a caller that computes or spins in Python does not delay it. The
 caller writes a slot and posts a semaphore. It reads the progress from a counter in shared memory.
 
 Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if the
-launch takes longer than waking them. It decides this by the time that the kernel's blocks took at the last launch, and
-by the blocks that it has run itself since the launch began (native/team.ll).
+launch takes longer than waking them. It estimates this from the time that the kernel's blocks took at the last launch,
+and from the blocks that it has run itself since the launch began (native/team.ll).
 """
 
 import ctypes
@@ -40,12 +40,12 @@ THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
 
 _LIBC = ctypes.CDLL(None)
 
-# At least sizeof(pthread_attr_t) on every machine: 56 on x86-64, 64 on AArch64.
+# At least sizeof(pthread_attr_t) on every machine, which is 56 on x86-64 and 64 on AArch64.
 _ATTRIBUTES_BYTES = 128
 
 
 def host_threads() -> int:
-    """Return how many threads may run blocks: this process's cores, or fewer by the operator's or the driver's limit.
+    """Return how many threads may run blocks: one for each core, or fewer by the operator's or the driver's limit.
 
     Raises DriverError for a setting that is not a positive number.
     """
@@ -85,12 +85,12 @@ class NativeThread:
             raise RuntimeError(os.strerror(error))
 
     def join(self) -> None:
-        """Wait until the thread has ended; call it once. An unjoined thread does not keep the process alive."""
+        """Wait until the thread has ended. Call this only once. An unjoined thread does not keep the process alive."""
         _LIBC.pthread_join(self._handle, None)
 
 
 class Helpers:
-    """The helper threads of one stream; none runs until `start`.
+    """The helper threads of one stream. None runs until `start`.
 
     Args:
         environments: Address of the environments in which blocks run.
@@ -117,14 +117,14 @@ class Helpers:
             try:
                 thread = NativeThread(code, "run_helper", self.address)
             except RuntimeError:
-                # The host gives this process no more threads: continue with those that run.
+                # The host gives this process no more threads, so continue with those that run.
                 break
             self._threads.append(thread)
         self.team.helpers = len(self._threads)
 
     def end(self) -> None:
         """End the helpers. The stream's thread must have ended first."""
-        # Each wakes once, reads `ending` and returns.
+        # Each helper wakes once, reads `ending` and returns.
         self.team.ending = 1
         for _ in self._threads:
             _LIBC.sem_post(self._work)
@@ -175,7 +175,7 @@ class LaunchQueue:
         prints: Address of the head of the buffer to which kernels print.
 
     Attributes:
-        poll: If set, called before each launch and while one waits for room; it may raise.
+        poll: If set, called before each launch and while a launch waits for room. It may raise.
         spin_s: How long a wait polls the counter before it sleeps.
         yields: Whether other threads may run between two polls.
     """
@@ -189,7 +189,7 @@ class LaunchQueue:
         self._slots = self._ring.view
         self._thread: NativeThread | None = None
         self._marks = (ctypes.c_uint64 * MAX_MARKS)()
-        # The structure must not move: the native thread keeps its address.
+        # The structure must not move, because the native thread keeps its address.
         self.state = StreamState(
             ring=self._ring.address,
             slot_bytes=SLOT_BYTES,
@@ -204,7 +204,7 @@ class LaunchQueue:
             _LIBC.sem_init(self._at(semaphore.offset), 0, 0)
         self._done_at = self._at(StreamState.done.offset)
         queued_at = self._at(StreamState.queued.offset)
-        # Bound once, because every launch posts.
+        # Bind this once, because every launch posts.
         post = _QUICK.sem_post
         self._post: Callable[[], object] = lambda: post(queued_at)
 
@@ -214,7 +214,7 @@ class LaunchQueue:
         number = words[_SUBMITTED]
         if self.poll is not None:
             self.poll()
-        # Step 1: wait for room. The slot is free once the loop has finished the launch that used it a full ring ago.
+        # Step 1: wait for room. The slot is free when the loop has finished the launch that used it a full ring ago.
         if number - words[_COMPLETED] >= QUEUE_DEPTH:
             self._wait_for(number - QUEUE_DEPTH + 1, self.poll)
         # Step 2: start threads, for the first launch that needs them and again after `rest`.
@@ -222,18 +222,17 @@ class LaunchQueue:
             self._helpers.start(stream_code())
             self.state.has_helpers = 1
         if self._thread is None:
-            # Start the thread before the launch counts as queued: if the host gives no thread, the launch would never
-            # run.
+            # Start the thread before the launch counts as queued, because without a thread the launch would never run.
             self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
             self.state.has_thread = 1
-        # Step 3: fill the slot, then publish the count, then wake the loop: it must never read a half-written slot.
+        # Step 3: fill the slot, then publish the count, then wake the loop, which must never read a half-written slot.
         start = (number % QUEUE_DEPTH) * SLOT_BYTES
         self._slots[start : start + len(record)] = record
         words[_SUBMITTED] = number + 1
         self._post()
 
     def wait(self, poll: Poll | None = None) -> None:
-        """Return once everything queued has run or was skipped; `poll` may raise to give up."""
+        """Wait until everything queued has run or was skipped. `poll` may raise to give up."""
         submitted = self._words[_SUBMITTED]
         if self._words[_COMPLETED] != submitted:
             self._wait_for(submitted, poll)
@@ -248,8 +247,8 @@ class LaunchQueue:
         return self._words[_FAULTED] != 0
 
     def forget_fault(self) -> None:
-        """Let launches run again, once those queued so far have been skipped."""
-        # Wait first: if the flag was cleared early, a launch after the fault would run.
+        """Wait until the launches queued so far have been skipped, and let later ones run."""
+        # Wait first: if the flag were cleared early, a launch queued after the fault would run.
         self.wait()
         self._words[_FAULTED] = 0
 

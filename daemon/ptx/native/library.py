@@ -28,13 +28,13 @@ def block_code() -> NativeCode:
     return _bound("block.ll", (RELEASE_WARP, SETTLE_BLOCK, SAME_WORDS, REDUCE_WORDS))
 
 
-# Prefixes of the functions of native/matrix.ll for one lane, and of native/warp_matrix.ll for a warp; the name of the
+# Prefixes of the functions of native/matrix.ll for one lane, and of native/warp_matrix.ll for a warp. The name of the
 # operands' type follows.
 LANES_PART = "gpulease_multiply_"
 WARPS_WHOLE = "gpulease_warp_"
 FLOATS, BYTES, DOUBLES = "floats", "bytes", "doubles"
 
-# How FLOATS numbers the types of A and B.
+# The types of A and B, in the order of their numbers in FLOATS.
 KINDS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 
 LOAD_ROWS = "gpulease_load_rows"
@@ -44,7 +44,7 @@ TURN_MATRIX = "gpulease_turn_matrix"
 
 @cache
 def matrix_code() -> tuple[NativeCode, NativeCode]:
-    """Compile the products of matrices and bind them by name. Starts no thread."""
+    """Compile the functions for products of matrices, and bind them by name. Starts no thread."""
     products = FLOATS, BYTES, DOUBLES
     lanes = _bound("matrix.ll", [LANES_PART + product for product in products])
     # The functions for warps call those for lanes, so bind them second.

@@ -1,8 +1,8 @@
-"""Structures that Python and generated code share: their fields' offsets are the contract between the two.
+"""Structures that Python and generated code share. Their fields' offsets are the contract between the two.
 
 A waiting thread keeps a frame. In a kernel that waits only at barrier 0, a frame is `SHORT_HEAD_BYTES` with the place
-where the thread resumes, then the registers kept. In all others it is a `FrameHead`, the words that the thread shows to
-its warp, the same words as of its last complete exchange, then the registers kept.
+where the thread resumes, then the registers kept. In all other kernels it is a `FrameHead`, the words that the thread
+shows to its warp, its words from its last complete exchange, then the registers kept.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ SLOT_BYTES = 8
 # Words that a thread can show in one exchange.
 MAX_SHOWN_WORDS = 32
 
-# Named barriers of a block (PTX ISA section 9.7.13.1).
+# Number of named barriers of a block (PTX ISA section 9.7.13.1).
 BARRIERS = 16
 
 
@@ -59,7 +59,7 @@ MAX_HEAD_BYTES = HEAD_BYTES + 2 * SLOT_BYTES * MAX_SHOWN_WORDS
 # Before the first frame: the number of threads that have arrived at each barrier without waiting.
 BOARD_BYTES = 4 * BARRIERS
 
-# A thread's x, y and z in `place`: shifts; x and y are at most 1023, z at most 63.
+# The shifts of a thread's x, y and z in `place`; x and y are at most 1023, z at most 63.
 PLACE_SHIFTS = (0, 10, 20)
 PLACE_MASK = 1023
 
@@ -115,7 +115,7 @@ class BlockEnvironment(ctypes.Structure):
 
     `block` is the flat number of the block that runs in it, or of the first of several; `resumes` is 1 if that block
     was set aside and continues, 0 if it begins; `next` links environments. `returned` is the address of a `Returned`;
-    stray atomic operations of the block go to `scratch`, which is zeroed for each.
+    stray atomic operations of the block go to `scratch`, which is zeroed before each of them.
     """
 
     _fields_ = (
@@ -132,7 +132,7 @@ class BlockEnvironment(ctypes.Structure):
         ("next", ctypes.c_uint64),
         ("returned", ctypes.c_uint64),
         ("scratch", ctypes.c_uint64 * 2),
-        # It fills two cache lines, because different host threads use neighbouring environments.
+        # An environment fills two cache lines, because different host threads use neighbouring environments.
         ("reserved", ctypes.c_uint64 * 2),
     )
 
@@ -140,9 +140,10 @@ class BlockEnvironment(ctypes.Structure):
 class Returned(ctypes.Structure):
     """The ended regions, for accesses that find nothing in the shadow table.
 
-    Regions begin at `start` and take `granules` granules. `counters` is the address of a table with one word for each:
-    the address of its region's count of stray accesses, 0 if it is in no ended region. `strays` counts those of all
-    regions. Stray loads read `zeros`, and stray stores write `sink`, which is never read.
+    Regions begin at `start` and take `granules` granules. `counters` is the address of a table with one word for each
+    granule: the address of its region's count of stray accesses, 0 if the granule is in no ended region. `strays`
+    counts the stray accesses to all regions. Stray loads read `zeros`, and stray stores write `sink`, which is never
+    read.
     """
 
     _fields_ = (
@@ -216,7 +217,7 @@ class QueuedLaunch(ctypes.Structure):
     )
 
 
-# The same head for `struct`, which fills it several times faster than ctypes does.
+# The same head for `struct`, which packs it several times faster than ctypes.
 LAUNCH_HEAD = struct.Struct("<4Q13I4xQ")
 
 PARAMETERS_OFFSET = ctypes.sizeof(QueuedLaunch)

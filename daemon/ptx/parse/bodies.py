@@ -35,12 +35,12 @@ _AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BY
 # 9.7.10 and 9.7.11).
 _TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))
 
-# Matrix products by groups of warps, with up to 128 registers as operands. They are refused in the same way.
+# Matrix products by groups of warps, with up to 128 registers as operands, are refused in the same way.
 _GROUPED = "wgmma"
 
 
 def _advice(opcode: str, modifiers: list[str]) -> str | None:
-    """Return the advice for an instruction that is refused whatever its operands are; None for other instructions."""
+    """Return the advice for an instruction that is refused with any operands; None for other instructions."""
     if opcode in _TEXTURED:
         return "read and write plain memory instead of textures and surfaces"
     if opcode == _GROUPED or "tensor" in modifiers:
@@ -105,7 +105,7 @@ class BodyParser(CallParser):
         self._resolve_labels()
 
     def find(self, name: str) -> Register | DeclaredVariable | None:
-        """Return what a name means in the current block; None if it is unknown.
+        """Return the register or variable with a name in the current block; None if the name is unknown.
 
         A module's shared variable gets its offset when the function first names it.
         """
@@ -205,7 +205,7 @@ class BodyParser(CallParser):
     def _parse_instruction_or_label(self) -> None:
         cursor = self.cursor
         first = cursor.peek
-        # Step 1: an optional guard, then a word. If a colon follows, the word is a label, otherwise an opcode.
+        # Step 1: parse an optional guard, then a word. If a colon follows, the word is a label, otherwise an opcode.
         guard = self._parse_guard()
         opcode = cursor.expect("word")
         if guard is None and cursor.accept(":"):
@@ -213,17 +213,17 @@ class BodyParser(CallParser):
             if cursor.peek.text in LISTS:
                 self.scope.listings[opcode.text] = self.parse_listing()
             return
-        # Step 2: the modifiers, each of which is one directive token.
+        # Step 2: parse the modifiers, each of which is one directive token.
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
         # Step 3: refuse instructions that are not supported with any operands. The error gives advice. Without this
-        # step, it would be about the syntax of the operands.
+        # step, the error would be about the operands' syntax.
         if advice := _advice(opcode.text, modifiers):
             spelling = ".".join((opcode.text, *modifiers))
             reason = f"the instruction {spelling[:80]} is not supported by the embedded driver: {advice}"
             raise cursor.problem(reason, opcode)
-        # Step 4: the operands. Those of `call` have a different syntax.
+        # Step 4: parse the operands. Those of `call` have a different syntax.
         operands: tuple[Operand, ...]
         operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
         if len(self.instructions) >= MAX_INSTRUCTIONS:
@@ -231,7 +231,7 @@ class BodyParser(CallParser):
         # A label may be defined later, so remember the block from which to look it up.
         if any(isinstance(operand, Target) for operand in operands):
             self._pending.append((len(self.instructions), self.scope, first))
-        # Step 5: replace the instructions for stack memory, such as `alloca`, by simpler ones.
+        # Step 5: replace the instructions for stack memory, such as `alloca`, with simpler ones.
         text = cursor.source.line_text(first.start)
         instruction = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
         self.instructions.extend(
@@ -261,7 +261,7 @@ class BodyParser(CallParser):
         """Replace the names of labels in operands by indices of instructions."""
         self.steps = len(self.instructions)
         # An indexed branch gets all labels of its list as operands. A short text can have many branches with a long
-        # list, so count these operands, too.
+        # list, so also count these operands.
         for index, scope, at in self._pending:
             instruction = self.instructions[index]
             operands: list[Operand] = []

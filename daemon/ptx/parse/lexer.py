@@ -12,7 +12,7 @@ class Lexeme(NamedTuple):
     """A token.
 
     Attributes:
-        kind: "word", "directive", "number", "real", "string" or "end"; for a sign such as "{", the sign itself.
+        kind: "word", "directive", "number", "real", "string" or "end"; for a symbol such as "{", the symbol itself.
         text: The token's text.
         start: Its position in the source text.
         line: Its line, from 1.

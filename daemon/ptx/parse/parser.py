@@ -33,7 +33,7 @@ _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
 _NO_PLACE = -1
 
 # Shared memory that is reserved for CUDA (PTX ISA section 10, %reserved_smem_offset). A kernel that reads its address
-# gets it like a variable. Cooperative groups need 288 bytes of it for the barriers of tiles of several warps.
+# gets this memory like a variable. Cooperative groups need 288 bytes of it for the barriers of tiles of several warps.
 _RESERVED_SHARED = DeclaredVariable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
 
 
@@ -133,11 +133,11 @@ class _ImageParser:
                 self._parse_alias(at)
             case "global" | "const" | "shared":
                 self._parse_variable(_SPACES[name], is_extern="extern" in linkage)
-            # PTX for a 64-bit host always has this address size.
+            # PTX for a 64-bit host always has the address size 64.
             case "address_size":
                 if cursor.integer() != 64:
                     raise cursor.problem("only 64-bit addresses are supported", at)
-            # Debug information.
+            # Skip debug information.
             case "file" | "loc":
                 cursor.skip_line(at.line)
             case "section":

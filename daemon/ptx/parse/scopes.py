@@ -86,7 +86,7 @@ class Scope:
         self.labels[name] = index
 
     def find(self, name: str, registers: RegisterFile) -> Register | DeclaredVariable | None:
-        """Return what a name means in this block or in the blocks around it; None if it is not declared."""
+        """Return the register or variable with a name in this block or those around it; None if there is none."""
         scope: Scope | None = self
         while scope is not None:
             declared = scope.names.get(name)

@@ -1,7 +1,7 @@
-"""Replaces the instructions for stack memory, such as `alloca` (PTX ISA section 9.7.17), by simpler instructions.
+"""Replaces the instructions for stack memory, such as `alloca` (PTX ISA section 9.7.17), with simpler instructions.
 
 A function with `alloca` gets a local variable as its stack, and a register with the number of bytes in use. Like all
-registers, it is 0 at first. `stacksave` reads it, and `stackrestore` writes it.
+registers, this one is 0 at first. `stacksave` reads it, and `stackrestore` writes it.
 """
 
 from gpulease.daemon.ptx.limits import MAX_STACK_BYTES
@@ -42,7 +42,7 @@ class StackMemory:
     is_over: Register
 
     def steps(self, first: Instruction) -> list[Instruction] | None:
-        """Return the instructions that replace an instruction of OPCODES; None if that one is not valid."""
+        """Return the instructions that replace an instruction of OPCODES; None if the instruction is not valid."""
         operands = first.operands
         # 64-bit PTX has only the 64-bit forms. With `.local`, the result is an address of local memory.
         if first.modifiers not in (("u64",), ("local", "u64")) or not operands:

@@ -76,8 +76,8 @@ class Space(Enum):
     SHARED = "shared"
     LOCAL = "local"
     PARAM = "param"
-    # PTX has no names for these. RESULT and CALL are .param variables of a function's results and of its calls. CODE is
-    # the space of functions.
+    # PTX has no names for the next spaces. RESULT and CALL are .param variables of a function's results and of its
+    # calls. CODE is the space of functions.
     RESULT = "result"
     CALL = "call"
     CODE = "code"
@@ -85,7 +85,7 @@ class Space(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A virtual register; `index` numbers it within its function."""
+    """A virtual register. `index` is its number within its function."""
 
     index: int
     name: str
@@ -174,7 +174,7 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A label. `index` is that of the instruction after it."""
+    """A label. `index` is the index of the instruction after it."""
 
     name: str
     index: int

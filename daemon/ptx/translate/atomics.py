@@ -221,7 +221,7 @@ def _add_float(t: OperandTranslator, scalar: Scalar, m: Modifiers, old: Value, o
 
 
 def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value) -> Value:
-    """Compute whether an f32 sum at an address flushes subnormals: whether the address is outside of shared memory."""
+    """Compute whether an f32 sum at an address flushes subnormals, which is so outside of shared memory."""
     space = _space_of(t, place, m)
     if space is not Space.GENERIC:
         return FALSE if space is Space.SHARED else TRUE
@@ -247,7 +247,7 @@ def _apply(t: OperandTranslator, space: Space, pointer: Value, operand: Value, n
         before = ir.load(kind, pointer)
         ir.store(update(before), pointer)
         return before
-    # Case 2: the host has an instruction for it.
+    # Case 2: the host has an instruction for the operation.
     if native:
         return ir.value(kind, f"atomicrmw {native} {pointer}, {operand} seq_cst")
     # Case 3: compute the new value and compare-and-exchange, until no other thread has changed the value in between.

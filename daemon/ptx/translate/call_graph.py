@@ -110,13 +110,14 @@ class CallGraph:
 
 
 def watching_functions(image: Image) -> frozenset[str]:
-    """Return the functions that may poll memory which other threads write, directly or in a function that they call.
+    """Return the functions that may poll memory that other threads write, directly or in a function that they call.
 
     "" is one of them if a call through a pointer may call one.
     """
     callers = _callers(image)
     watching = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
-    # A call through a pointer may poll if any function with an address that is taken does. Then its callers may, too.
+    # If any function with an address that is taken may poll, so may a call through a pointer, and then also its
+    # callers.
     return frozenset(_spread({*watching, ""}, callers) if watching.intersection(image.addressed or ()) else watching)
 
 
@@ -140,7 +141,7 @@ def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
 
 def variables_of(function: Function) -> Iterator[DeclaredVariable]:
     """Yield the variables that a function's instructions name. A variable may be yielded several times."""
-    # Elements of vectors are operands, too. They are appended to the list while it is iterated.
+    # Elements of vectors are also operands. They are appended to the list while it is iterated.
     pending: list[Operand] = [operand for i in function.instructions for operand in i.operands]
     for operand in pending:
         match operand:

@@ -104,7 +104,7 @@ class Callees:
         return [self._dispatcher(layout, name, declarations) for layout, name in self._dispatchers.items()]
 
     def _dispatcher(self, layout: Layout, name: str, declarations: set[str]) -> str:
-        """Return the IR of a dispatcher. By the function's number it selects one of the functions with this layout."""
+        """Return the IR of a dispatcher, which selects a function with this layout by its number."""
         ir = IrWriter(declarations)
         table = ir.load("ptr", ir.offset(LAUNCH, QueuedLaunch.variables.offset), extra=INVARIANT)
         first = ir.load("i64", ir.offset(table, 8 * self.first_place), extra=INVARIANT)

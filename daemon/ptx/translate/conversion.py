@@ -1,9 +1,9 @@
 """Conversions between types (PTX ISA section 9.7.9.21).
 
-Conversions to a shorter float round to nearest even, conversions to an integer in any of the four modes. The other
-conversions are in narrow_conversions.py. A float outside of the range of an integer type becomes the nearest number of
-the type. NaN becomes 0; if the float or the integer has 64 bits, it becomes the number with only the top bit set. The
-ISA also requires the top bit for conversions from f64 to 8 bits, but an H100 gives 0, and so does this module.
+Conversions to a shorter float round to nearest even; conversions to an integer round in any of the four modes. The
+other conversions are in narrow_conversions.py. A float outside of the range of an integer type becomes the nearest
+number of the type. NaN becomes 0; if the float or the integer has 64 bits, it becomes the number with only the top bit
+set. The ISA also requires the top bit for conversions from f64 to 8 bits, but an H100 gives 0, and so does this module.
 """
 
 from gpulease.daemon.ptx.parse.syntax import Instruction, Kind, Scalar
@@ -117,7 +117,7 @@ def keep_nan(t: OperandTranslator, value: Value, result: Value, into: Format = F
 def _float_to_same(t: OperandTranslator, i: Instruction, m: Modifiers, name: str) -> None:
     scalar = m.scalar(name)
     value = t.read(i.operands[1], scalar)
-    # A conversion without modifiers is a move. It keeps the bits, also those of a NaN.
+    # A conversion without modifiers is a move. It keeps the bits, even those of a NaN.
     if not m.found.keys() - {name}:
         t.write(i.operands[0], scalar, value)
         return

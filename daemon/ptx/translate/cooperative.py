@@ -133,7 +133,8 @@ def _operands(instruction: Instruction) -> list[Operand]:
 
 
 def _facts(function: Function) -> _Facts:
-    # Step 1: compute values from the code that can run, and from the values which code can run, until nothing changes.
+    # Step 1: compute values from the code that can run, and the code that can run from the values, until nothing
+    # changes.
     body = function.instructions
     blocks = blocks_of(body)
     reached = list(range(len(blocks)))
@@ -159,7 +160,7 @@ def _facts(function: Function) -> _Facts:
 def _followers(last: Instruction, block: Block, values: "_Values", *, falls: bool) -> tuple[int, ...]:
     """Return the blocks that may run after a block. `last` is its last instruction.
 
-    `falls`: whether there is a block after this one in the code. In `block.follows` it comes after the branch targets.
+    `falls` says whether there is a block after this one in the code. In `block.follows` it comes after branch targets.
     """
     runs = values.runs(last)
     if runs is None or last.guard is None or last.opcode not in ENDS:

@@ -108,7 +108,7 @@ def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
         modifiers = form.match_in_any_order(instruction)
         if modifiers is not None:
             return form, modifiers
-    # If the opcode is known, say so: the user may find another form in the list.
+    # If the opcode is known, say so, because the user may find another form in the list.
     is_known = instruction.opcode in _FORMS
     label = "this form of" if is_known else "the instruction"
     raise rejected(

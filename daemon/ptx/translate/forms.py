@@ -4,8 +4,8 @@ The template of a form is written like the syntax in the PTX ISA: `add{.rn}{.ftz
 with choices, such as `cmp` or `type`, represents one of its choices; any other name represents itself. An instruction
 that matches no form is refused, because an unknown modifier may change the result.
 
-ptxas accepts most modifiers in any order, and compilers use this: CUB writes `vote.ballot.sync.b32`. Forms accept any
-order, too, except for modifiers with a meaning that depends on the position. These are types, layouts and spaces
+ptxas accepts most modifiers in any order, and compilers use this: CUB writes `vote.ballot.sync.b32`. Forms also accept
+any order, except for modifiers with a meaning that depends on the position. These are types, layouts and spaces
 relative to others of the same kind, and parts of the opcode (`mul.lo`).
 """
 
@@ -134,7 +134,7 @@ class InstructionFamily:
     def form(
         self, template: str, arity: int | tuple[int, ...], *, writes: bool = True, **choices: Sequence[str]
     ) -> Callable[[Translate], Translate]:
-        """Return a decorator that registers a function as the translation of a form. `choices`: by name."""
+        """Return a decorator that registers a function as a form's translation. `choices` has the choices by name."""
 
         def register(translate: Translate) -> Translate:
             opcode = re.split(r"[.{]", template, maxsplit=1)[0]

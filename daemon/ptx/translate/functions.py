@@ -2,9 +2,9 @@
 
     i32 func(launch, environment, local, tid.x, ..., ctaid.z, arguments, results, stack, stack_end)
 
-The function runs for one thread and never suspends it: functions with instructions at which threads wait were inlined
-before (inliner.py). Its local variables are in the thread's local window from `stack` on. Its native frame must not
-extend below the address `stack_end`. If there is no room for either, the kernel ends with a stack overflow.
+The function runs for one thread and never suspends it, because functions with instructions at which threads wait have
+been inlined (inliner.py). Its local variables are in the thread's local window from `stack` on. Its native frame must
+not extend below the address `stack_end`. If there is no room for either, the kernel ends with a stack overflow.
 """
 
 from gpulease.daemon.ptx.limits import (
@@ -61,7 +61,7 @@ class FunctionTranslator(BodyTranslator):
         return self.ir.binary("add", _OWN_STACK, self.function.local_bytes)
 
     def leave(self, *, is_exit: bool) -> None:
-        """Return to the caller. If the thread exits, the caller ends, too."""
+        """Return to the caller. If the thread exits, the caller also ends."""
         self.ir.ret(ReturnStatus.EXITED if is_exit else ReturnStatus.DONE)
 
     def _signature(self, name: str) -> str:
@@ -87,7 +87,7 @@ class FunctionTranslator(BodyTranslator):
         room = opening.binary("sub", frame_address(opening), STACK_END)
         valid = opening.binary("and", fits, opening.compare("icmp sge", room, frame))
         opening.branch_if(valid, "fits", "overflow")
-        # Step 3: an overflow is a fault of the kernel.
+        # Step 3: make an overflow a fault of the kernel.
         opening.block("overflow")
         details = (0, Access.STACK_OVERFLOW, SPACE_NUMBERS[Space.LOCAL], self.function.line)
         arguments = ", ".join(map(str, (ENVIRONMENT, top, *(constant("i32", n) for n in details))))

@@ -1,7 +1,7 @@
 """Inlines functions into kernels if a thread may wait in them, at barriers, at warp operations or in loops.
 
-A kernel can be suspended at such an instruction and resumed later, because it keeps its state in a frame. A function
-that was called natively can't. The inliner changes the tree, so all later stages get one body.
+A kernel can be suspended at such an instruction and resumed later, because it keeps its state in a frame. A natively
+called function can't. The inliner changes the tree, so all later stages get one body.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def meets(function: Function) -> bool:
 
 
 class Inliner:
-    """Replaces calls of some functions by the functions' bodies.
+    """Replaces calls of some functions with the functions' bodies.
 
     Args:
         functions: The functions of the image, by name.
@@ -64,7 +64,7 @@ class Inliner:
         self._instruction_budget = 4 * MAX_INSTRUCTIONS
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
-        """Return the function with the calls replaced by bodies, which are expanded first. Raises ImageRejected."""
+        """Return the function with the calls replaced with bodies, which are expanded first. Raises ImageRejected."""
         if function.name not in self._expanded:
             bodies = {}
             for number, instruction in enumerate(function.instructions):
@@ -98,7 +98,7 @@ def _problem(function: Function, instruction: Instruction, reason: str) -> Image
 
 
 def _splice(caller: Function, bodies: dict[int, Function], max_instructions: int) -> Function:
-    """Replace the call at each index in `bodies` by the body. Raises ImageRejected if the result is too large."""
+    """Replace the call at each index in `bodies` with the body. Raises ImageRejected if the result is too large."""
     # Step 1: compute where each instruction of the caller will be. A guarded call needs an additional instruction, the
     # branch around the body.
     places = [0]

@@ -59,7 +59,7 @@ def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @INTEGER.form("mul.wide.type", 3, type=_NARROW)
 @INTEGER.form("mad.wide.type", 4, type=_NARROW)
 def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Compute the whole product; `mad` adds c, which has the product's width."""
+    """Compute the whole product. `mad` adds c, which has the product's width."""
     scalar = m.scalar()
     wide = _wider(scalar)
     left, right = _pair(t, i, scalar)
@@ -119,14 +119,14 @@ def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     name = f"llvm.abs.i{scalar.bits}"
-    # The flag 0 says that the result is defined for the smallest number, too.
+    # The flag 0 says that the result is also defined for the smallest number.
     t.write(i.operands[0], scalar, t.ir.intrinsic(name, value.type, value, constant("i1", 0)))
 
 
 @INTEGER.form("popc.type", 2, type=_BIT_WORDS)
 @INTEGER.form("clz.type", 2, type=_BIT_WORDS)
 def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`popc` counts ones. `clz` counts leading zeros; for 0 these are all bits."""
+    """`popc` counts ones. `clz` counts leading zeros; for 0, these are all bits."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     if i.opcode == "popc":

@@ -78,7 +78,7 @@ class IrWriter:
         self._terminated = mark[1]
 
     def argument(self, name: str) -> Value:
-        """Return the function's argument with this name, which is that of a special register."""
+        """Return the function's argument with this name, the name of a special register."""
         return Value("i32", f"%{name}")
 
     def flat_thread(self) -> Value | None:
@@ -141,7 +141,7 @@ class IrWriter:
         return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
     def _define(self, definition: str) -> None:
-        # Add each declaration separately: other definitions may need it, too, and LLVM accepts it only once.
+        # Add each declaration separately, because other definitions may also need it, and LLVM accepts it only once.
         for line in definition.splitlines():
             if line.startswith("declare"):
                 self._declarations.add(line)
@@ -164,7 +164,7 @@ class IrWriter:
         self.emit(f"store {value}, {pointer}")
 
     def block(self, label: str) -> None:
-        """Open a block. If the previous block has no terminator, it continues with this one."""
+        """Open a block. If the previous block has no terminator, it continues with the new one."""
         if not self._terminated:
             self.lines.append(f"  br label %{label}")
         self.lines.append(f"{label}:")

@@ -1,8 +1,8 @@
 """Loads and stores by many lanes at once (see access.py for the checks).
 
-Lanes usually access neighbouring memory. The generated code finds this out from their addresses. If they do, it checks
-all granules in which they access memory, and moves one masked vector. Otherwise, a function makes the access for one
-lane after another. If the address is the same for all lanes, one access is made, as for one thread.
+Lanes usually access neighbouring memory. The generated code tests this with their addresses. If they do, it checks all
+granules in which they access memory, and moves one masked vector. Otherwise, a function makes the access for one lane
+after another. If the address is the same for all lanes, one access is made, as for one thread.
 """
 
 from collections.abc import Sequence
@@ -170,7 +170,7 @@ class _Access:
         return self.ir.wide_value(self._kind, pick)
 
     def _first_address(self) -> Value:
-        """Return the first lane's address as i64. If that lane does not take part, the address is what it would be."""
+        """Return the first lane's address as i64, even if that lane does not take part."""
         first = self.ir.resize(self.ir.first(self._base), "i64", signed=False)
         return self.ir.binary("add", first, self._offset)
 
@@ -205,7 +205,7 @@ class _Access:
             ends = window_is_valid(ir, low, size, limit), window_is_valid(ir, high, size, limit)
             return ir.binary("and", *ends)
         # The allocated bytes of a granule are at its beginning. So if the last access in a granule is allowed, all
-        # accesses in it are.
+        # accesses in the granule are allowed.
         edge = ir.binary("sub", ir.binary("or", low, GRANULE_BYTES - 1), size - 1)
         valid = global_is_valid(ir, high, size)
         for distance in range(0, ir.lanes * size, GRANULE_BYTES):
@@ -303,7 +303,7 @@ class _LongAccess(_Access):
     """
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
-        """Write both ways: lanes with neighbouring addresses directly, others through memory of the function."""
+        """Write both ways: directly for lanes with neighbouring addresses, otherwise through the function's memory."""
         # Step 1: put the registers into memory, one after another.
         t, ir = self.t, self.ir
         parts = t.room(f"parts.{self._kind}.{self._count}", f"[{self._count} x {ir.wide_type(self._kind)}]")
@@ -311,7 +311,7 @@ class _LongAccess(_Access):
         if stores:
             for operand, place in zip(moved, places, strict=True):
                 ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(operand, self._scalar), self._scalar))}, {place}")
-        # Step 2: choose the way as for short accesses, but require that all lanes take part.
+        # Step 2: choose between the two as for short accesses, but require that all lanes take part.
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
@@ -351,8 +351,8 @@ class _LongAccess(_Access):
 def _move_eights(ir: IrWriter, sizes: tuple[int, int, int], *, joins: bool) -> None:
     """Write the body of a function that moves the values of eight lanes at a time.
 
-    `sizes`: number of values of a lane, bytes of a value, number of lanes. `joins`: whether to move from `parts` to
-    `lanes`.
+    `sizes` are the number of a lane's values, the bytes of a value, and the number of lanes. With `joins`, values move
+    from `parts` to `lanes`.
     """
     count, size, lanes = sizes
     one, all_ = f"<8 x i{8 * size}>", f"<{8 * count} x i{8 * size}>"
@@ -387,7 +387,7 @@ def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_st
     The function returns the first lane with an access that is not allowed, or NO_LANE.
     """
     kind = f"i{8 * size}"
-    # The remaining lanes are the bits of a mask. Take the lowest one.
+    # The remaining lanes are the bits of a mask. Take the lowest bit.
     ir.block("head")
     left = Value(mask_type, "%left")
     ir.lines.append(f"  {left.text} = phi {mask_type} [ %mask, %entry ], [ %rest, %moved ]")

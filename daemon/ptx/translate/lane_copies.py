@@ -23,7 +23,7 @@ from gpulease.daemon.ptx.translate.lane_registers import LaneRegisters
 from gpulease.daemon.ptx.translate.loads_stores import check_policy
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
 
-# Not equal to any number of bytes. Means that no whole granule is known to be allocated.
+# No number of bytes is equal to this. It means that no whole granule is known to be allocated.
 _NO_SIZE = -1
 
 
@@ -91,7 +91,7 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     The function returns the first lane with an access that is not allowed, or NO_LANE.
     """
     kind, shift = f"i{8 * size}", size.bit_length() - 1
-    # The loop's state: the remaining lanes, the granule that was checked last, and `size` if the whole granule is
+    # The loop's state is the remaining lanes, the granule that was checked last, and `size` if that whole granule is
     # allocated, otherwise _NO_SIZE.
     slots = ir.binary("lshr", Value("i64", "%limit"), shift)
     ir.block("head")
@@ -107,13 +107,13 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     source_bytes = ir.load("i32", ir.offset(Value("ptr", "%taken"), ir.binary("shl", index, 2)))
     wide_bytes = ir.cast("zext", source_bytes, "i64")
     pointer = ir.offset(Value("ptr", "%base"), place)
-    # Check alignment and bounds by one comparison. If a place is not aligned, the rotation moves its low bits to the
+    # Check alignment and bounds with one comparison. If a place is not aligned, the rotation moves its low bits to the
     # top, so that it is out of bounds.
     slot = ir.intrinsic("llvm.fshr.i64", "i64", place, place, constant("i64", shift))
     ir.branch_if(ir.compare("icmp ult", slot, slots), "inside", "outside", extra=LIKELY)
     ir.block("inside")
-    # Check by one comparison that the granule is the one that was checked last, that the address is aligned, and that
-    # all bytes are copied.
+    # With one comparison, check that the granule is the one that was checked last, that the address is aligned, and
+    # that all bytes are copied.
     differs = ir.binary("and", ir.binary("xor", address, granule), ~(GRANULE_BYTES - size))
     differs = ir.binary("or", differs, ir.cast("zext", ir.binary("xor", source_bytes, whole), "i64"))
     ir.branch_if(ir.compare("icmp eq", differs, 0), "known", "unknown")
@@ -122,7 +122,7 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     known = ir.load(kind, ir.cast("inttoptr", address, "ptr"), extra=f", align {size}")
     ir.emit(f"store {known}, {pointer}, align {size}")
     ir.branch("next")
-    # Otherwise, if there are bytes to copy, check this address, and also whether its whole granule is allocated.
+    # Otherwise, if there are bytes to copy, check this address and whether its whole granule is allocated.
     ir.block("unknown")
     ir.branch_if(ir.compare("icmp eq", source_bytes, 0), "none", "some")
     ir.block("none")

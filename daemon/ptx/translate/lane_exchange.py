@@ -1,8 +1,8 @@
 """Exchanges of values between the lanes of a warp, for all lanes at once (PTX ISA sections 9.7.9.6 and 9.7.13).
 
-They have the same results as those in warp.py. uniformity.py ensures that all members of an exchange that have not
-ended arrive at it together, unless some of them wait at a barrier. Then the others would wait for them forever, which
-is a fault.
+They have the same results as the exchanges in warp.py. uniformity.py ensures that all members of an exchange that have
+not ended arrive at the exchange together, unless some of them wait at a barrier. Then the others would wait for them
+forever, which is a fault.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from gpulease.daemon.ptx.translate.vectors import NotAsLanes, VectorWriter, is_w
 from gpulease.daemon.ptx.translate.wait_points import lane
 from gpulease.daemon.ptx.translate.warp import has_lane, source_lane, two_results
 
-# The instructions of this module, and those of them with a result that is equal for all lanes.
+# The instructions of this module, and the ones among them whose result is equal for all lanes.
 EXCHANGES = MATRICES | {"shfl", "vote", "redux", "elect", "activemask"}
 _SAME_FOR_ALL = ("vote", "redux", "activemask")
 

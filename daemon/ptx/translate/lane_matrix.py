@@ -33,7 +33,7 @@ _EVERYONE = -1
 
 
 def translate_matrices(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
-    """Translate a matrix instruction. It is a fault if a lane is missing, because it can't arrive any more."""
+    """Translate a matrix instruction. It is a fault if a lane is missing, because that lane can no longer arrive."""
     group = t.ir.cast("zext", t.mask, "i64")
     is_whole = t.ir.compare("icmp eq", t.mask, _EVERYONE)
     fail_unless(t, is_whole, Access.PART_OF_WARP, Space.GENERIC, group, 0)

@@ -39,7 +39,7 @@ class LaneRegisters(BodyTranslator):
     # While an instruction is translated for one lane: the lane's number, and pointers to the registers of all lanes.
     _lane: Value | None
     _rooms_of: dict[int, Value]
-    # Whether all lanes that have not ended take part; whether the instruction has a guard that varies.
+    # Whether all lanes that have not ended take part, and whether the instruction has a guard that varies.
     _takes_all: bool
     _is_guarded: bool
     # Whether all threads of a block are one group of lanes, which never has to wait for another group.
@@ -47,7 +47,7 @@ class LaneRegisters(BodyTranslator):
 
     def _take(self, mask: Value) -> None:
         self.mask = mask
-        # A fault that concerns all lanes reports the first one.
+        # A fault that concerns all lanes reports the first lane.
         self.ir.blamed = self._first_lane(mask)
 
     def _first_lane(self, mask: Value) -> Value:
@@ -92,7 +92,7 @@ class LaneRegisters(BodyTranslator):
 
     @contextmanager
     def _as_lane(self, lane: Value, rooms: dict[int, Value]) -> Iterator[None]:
-        """In the block, translate for one lane: registers, indices and local memory are those of `lane`."""
+        """In the block, translate for one lane, with the registers, indices and local memory of `lane`."""
         ir = self.ir
         blamed, self._rooms_of = ir.blamed, rooms
         self._lane = ir.blamed = ir.lane = lane
@@ -125,7 +125,7 @@ class LaneRegisters(BodyTranslator):
         if self._lane is not None:
             self.ir.store(self.ir.resize(value, _held(register), signed=False), self._place(register))
             return
-        # A lane that does not take part keeps its element. This is only necessary if the element may still be read.
+        # A lane that does not take part keeps its element, but this is only necessary if the element may still be read.
         is_needed = self._is_guarded or self._shared >> register.index & 1
         if is_needed and not self._takes_all:
             value = self.ir.select(self.ir.flags_of(self.mask), value, self._load(register))

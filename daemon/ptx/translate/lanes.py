@@ -3,7 +3,7 @@
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
 The mask has a bit for each thread that exists. The indices are those of the first thread; the others follow it in the
-row, or for warps in the block. The function returns a `ReturnStatus`; for a fault, the bits from 8 on are the lane at
+row, or for warps in the block. The function returns a `ReturnStatus`. For a fault, the bits from 8 on are the lane at
 fault. The basic blocks are in the order of the PTX. Each has a mask of the lanes that wait for it. The first block with
 waiting lanes always runs next, so lanes that a branch has separated run together again where its paths join
 (uniformity.py). Registers that are equal in all lanes are scalars, others are vectors. If a lane does not take part in
@@ -32,7 +32,7 @@ from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, unifo
 from gpulease.daemon.ptx.translate.vectors import NotAsLanes, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
-# Number of threads that run together: as many as 32-bit numbers fit into the widest vector register of any host.
+# Number of threads that run together, the number of 32-bit numbers in the widest vector register of any host.
 LANES = 16
 
 # The local windows of a block's threads are adjacent. Each has the largest alignment that a variable may require.
@@ -130,7 +130,7 @@ class LaneTranslator(LaneRegisters):
     # --- Blocks and branches -----------------------------------------------------------------------------------
 
     def _open_block(self, number: int) -> None:
-        """Begin a block with the lanes that wait for it. If there are none, continue with the next block."""
+        """Begin a block with the lanes that wait for it. If none wait, continue with the next block."""
         # `check` tests whether any lanes wait for the block, `take` moves them into the mask, `in` is the block's code.
         ir, pending = self.ir, self._pending(number)
         self.carry = None
@@ -213,7 +213,7 @@ class LaneTranslator(LaneRegisters):
         self.ir.branch(f"check{self._block + 1}")
 
     def _part(self, number: int, flags: Value) -> None:
-        """Send the lanes with the flag to a block, or end them if `number` is -1. The rest skip the branch."""
+        """Send the lanes with the flag to a block, or end them if `number` is -1. The other lanes skip the branch."""
         ir, following = self.ir, self._block + 1
         taken = ir.binary("and", self.mask, flags)
         other_lanes = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
@@ -331,7 +331,7 @@ class LaneTranslator(LaneRegisters):
         done = ir.fresh("alldone")
         ir.branch_if(ir.compare("icmp ne", remaining, 0), again, done)
         ir.block(done)
-        # A carry flag that is set in the loop would be only that of the last lane.
+        # A carry flag that is set in the loop would be only the last lane's.
         if self.carry is not carry:
             raise NotAsLanes
         # Step 3: load the results into vectors.
@@ -369,7 +369,8 @@ class LaneTranslator(LaneRegisters):
             kind = opening.wide_type(kind) if self._varies(register) else kind
             opening.raw(f"%r{register.index} = alloca {kind}")
             opening.raw(f"store {kind} zeroinitializer, ptr %r{register.index}")
-        # The masks: the lanes that wait for each block, those that take part, those left in a loop, those not ended.
+        # The masks are the lanes that wait for each block, that take part, that are left in a loop, and that have not
+        # ended.
         for name in (*(f"%pending{n}" for n in range(len(self._lanes.blocks))), _MASK.text, "%left"):
             opening.emit(f"{name} = alloca {self._mask_type}")
             opening.emit(f"store {self._mask_type} 0, ptr {name}")

@@ -1,4 +1,4 @@
-"""Finds the live registers: those with a value that may still be read. A waiting thread's frame keeps only these.
+"""Finds the live registers, whose values may still be read. A waiting thread's frame keeps only these.
 
 This is the usual backward analysis over basic blocks. A set of registers is an int with a bit for each register.
 """
@@ -36,7 +36,7 @@ class RegisterEffect:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A basic block: the instructions from `start` up to but without `end`, and the blocks that may run next."""
+    """A basic block: the instructions from `start` up to but not including `end`, and the blocks that may run next."""
 
     start: int
     end: int
@@ -67,12 +67,12 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> RegisterEffect
         bits = 0
         for register in registers_of(operand):
             bits |= 1 << register.index
-        # An address as first operand is read, not written.
+        # An address as the first operand is read, not written.
         if position == 0 and writes_first and not isinstance(operand, Address):
             writes = bits
         else:
             reads |= bits
-    # A guarded instruction may not run and keep the old values, so treat what it writes as read.
+    # A guarded instruction may not run and so keep the old values, so treat the registers that it writes as read.
     if instruction.guard is not None:
         reads |= 1 << instruction.guard.register.index
         reads |= writes
@@ -124,7 +124,7 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
     """Return the number of values that LLVM must merge at blocks with several predecessors.
 
     These are the live registers that are written more than once. With `waits`, all live registers count, because a
-    thread that has waited loads its registers again. If there are surely few enough, returns 0. Raises TooComplex.
+    thread that has waited loads its registers again. If there are certainly few enough, returns 0. Raises TooComplex.
     """
     if not instructions:
         return 0
@@ -134,7 +134,7 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
     # Find the registers that are written more than once.
     for instruction, effect in zip(instructions, effects, strict=True):
         registers |= effect.reads | effect.writes
-        # A guarded instruction may keep the old values of the registers that it writes, so these count as read, too.
+        # A guarded instruction may keep the old values of the registers that it writes, so these also count as read.
         writes = effect.writes if instruction.guard is None else effect.reads
         rewritten |= written & writes
         written |= writes
@@ -146,13 +146,13 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
     predecessors = [0] * len(blocks)
     for number in (follower for block in blocks for follower in block.follows):
         predecessors[number] += 1
-    # Registers are 0 at first. If that may still be read, it is a second value.
+    # Registers are 0 at first. If this 0 may still be read, it is a second value.
     counted = registers if waits else rewritten | live_in[0]
     return sum((live & counted).bit_count() for live, count in zip(live_in, predecessors, strict=True) if count > 1)
 
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
-    """Return where basic blocks begin: at the start, at labels in operands, and after instructions of ENDS."""
+    """Return the indices at which basic blocks begin: the start, labels in operands, and after instructions of ENDS."""
     starts = {0}
     for index, instruction in enumerate(instructions):
         starts.update(target.index for target in instruction.operands if isinstance(target, Target))
@@ -180,7 +180,7 @@ def _summary(effects: Sequence[RegisterEffect]) -> RegisterEffect:
 
 
 def _settle(follows: Sequence[Sequence[int]], summary: Sequence[RegisterEffect]) -> list[int]:
-    """Return the live registers at the start of each block: repeat the analysis until nothing changes."""
+    """Repeat the analysis until nothing changes. Returns the live registers at the start of each block."""
     before: list[list[int]] = [[] for _ in follows]
     for number, followers in enumerate(follows):
         for follower in followers:

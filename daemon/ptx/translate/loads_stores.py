@@ -17,7 +17,7 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = InstructionFamily("Loads and stores", "9.7.9")
 
-# A cluster always has one block, so its shared memory is that of the block.
+# A cluster always has one block, so its shared memory is the block's.
 _SHARED = ("shared", "shared::cta", "shared::cluster")
 _SPACES = ("global", "const", *_SHARED, "local", "param", "param::entry", "param::func")
 _STORE_SPACES = ("global", *_SHARED, "local", "param", "param::func")

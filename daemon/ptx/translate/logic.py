@@ -69,7 +69,7 @@ def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         amount = t.ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", 32))
     low, high, amount = (t.ir.cast("zext", value, "i64") for value in (low, high, amount))
     joined = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
-    # The result of a left shift is the upper word of the shifted pair, that of a right shift the lower word.
+    # The result is the upper word of the shifted pair for a left shift, and the lower word for a right shift.
     if m["side"] == "l":
         joined = t.ir.binary("lshr", t.ir.binary("shl", joined, amount), 32)
     else:

@@ -1,7 +1,7 @@
 """Matrices in the registers of a warp's lanes: `mma`, `ldmatrix`, `stmatrix`, `movmatrix` (PTX ISA section 9.7.15.5).
 
-All 32 lanes must take part. In a partial warp, this is a fault. Where the ISA does not define the arithmetic, it is
-that of an H100, see native/matrix.ll.
+All 32 lanes must take part. In a partial warp, these instructions are a fault. Where the ISA does not define the
+arithmetic, it is an H100's (native/matrix.ll).
 
 In an exchange, each thread stores words that the other threads of the warp can read: it "shows" these words. For
 several consecutive `mma`, there is only one exchange: the first one also shows the operands of the others.
@@ -164,7 +164,7 @@ def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Sca
     end = _append(offsets, 0, (left, right), scalar)
     for index, following in _followers(t, scalar):
         behind = _append(wanted := dict(offsets), end, following, scalar)
-        # C comes last, and must fit, too.
+        # C comes last, and must also fit.
         if behind > _SHOWN_BYTES - scalar.size * len(added):
             break
         offsets, end = wanted, behind
@@ -191,7 +191,7 @@ def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tup
     written: set[Operand] = set()
     for index in range(t.index, min(t.index + _MOST_AT_ONCE, len(body))):
         i = body[index]
-        # Stop at any other instruction, at a label, and at a guard, because there lanes may separate.
+        # Stop at any other instruction, at a label, and at a guard, because lanes may separate there.
         is_alike = i.opcode == "mma" and i.guard is None and ("f64" in i.modifiers) == (scalar.bits == 64)
         if first is None or first.opcode != "mma" or not is_alike or (index > t.index and index in t.leaders):
             return

@@ -69,7 +69,7 @@ def _write_pair(t: OperandTranslator, i: Instruction, m: Modifiers, numbers: lis
 
 
 def _relu(t: OperandTranslator, m: Modifiers, value: Value) -> Value:
-    """With .relu, replace values that are not above 0 by 0. NaN stays."""
+    """With .relu, replace values that are not above 0 with 0. NaN stays."""
     if "relu" not in m:
         return value
     return t.ir.select(t.ir.compare("fcmp ole", value, real("double", 0.0)), real("double", 0.0), value)
@@ -96,7 +96,7 @@ def _decode(t: OperandTranslator, bits: Value, kind: Minifloat) -> Value:
 def _encode(t: OperandTranslator, value: Value, kind: Minifloat) -> Value:
     """Round a double to nearest even, and return the byte as i64."""
     ir = t.ir
-    # Step 1: saturate, then round at the format's last digit, which for small numbers is that of subnormals.
+    # Step 1: saturate, then round at the format's last digit, which for small numbers is the last digit of subnormals.
     bits = bits_of(t, value)
     size = double_of(t, ir.binary("and", bits, _MAGNITUDE))
     largest = real("double", kind.largest)

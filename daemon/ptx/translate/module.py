@@ -106,12 +106,12 @@ class Part:
     def add(self, function: Function, address_indices: dict[str, int]) -> None:
         """Translate one kernel and the functions that it calls. If this raises ImageRejected, the part is unchanged.
 
-        `address_indices`: By name, the index of each variable and function in the image's table of addresses.
+        `address_indices` has, by name, the index of each variable and function in the image's table of addresses.
         """
         definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
         try:
             self._add(function, address_indices)
-        # Undo the changes, because the part's other kernels must be compiled without the rest of this one.
+        # Undo the changes, because the part's other kernels must be compiled without the remains of this kernel.
         except ImageRejected:
             del self._definitions[definitions:]
             self.lines = lines
@@ -202,7 +202,7 @@ def translate(image: Image, shuffle: int | None = None) -> list[Part]:
 def _translate(image: Image, shuffle: int | None) -> list[Part]:
     translator, graph = _ImageTranslator(image, shuffle), CallGraph(image)
     for function in image.functions:
-        # If a function that a kernel may call is refused, refuse the kernel, too.
+        # If a function that a kernel may call is refused, also refuse the kernel.
         reached = graph.reached(function)
         refused = [name for name in (function.name, *sorted(reached)) if name in image.refusals]
         if refused:
@@ -288,7 +288,7 @@ def _size(function: Function) -> tuple[int, int]:
 
 
 def _accesses_of(i: Instruction) -> int:
-    """Return the number of accesses for which an instruction counts. Atomic operations on vectors count per element."""
+    """Return the number of accesses as which an instruction counts. Atomic operations on vectors count per element."""
     if i.opcode == "stmatrix":
         return _STMATRIX_ACCESSES
     if i.opcode in ("atom", "red"):

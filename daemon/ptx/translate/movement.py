@@ -32,10 +32,10 @@ def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @MOVEMENT.form("prmt.b32", 4)
 def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Select any four of the eight bytes of b:a, and replace a byte by its sign where required (section 9.7.9.7)."""
+    """Select any four of the eight bytes of b:a, and replace a byte with its sign where required (section 9.7.9.7)."""
     low, high, choices = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     low, high = t.ir.cast("zext", low, "i64"), t.ir.cast("zext", high, "i64")
-    # Join the operands to a 64-bit number. Each nibble of the selector selects one of its bytes.
+    # Join the operands into a 64-bit number. Each nibble of the selector selects one byte of it.
     joined = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
     result = constant("i32", 0)
     for number in range(4):
@@ -43,7 +43,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         shift = t.ir.binary("shl", t.ir.binary("and", choice, 7), 3)
         shifted = t.ir.binary("lshr", joined, t.ir.cast("zext", shift, "i64"))
         byte = t.ir.cast("trunc", shifted, "i8")
-        # If the nibble's top bit is set, replace the byte by copies of its top bit.
+        # If the nibble's top bit is set, replace the byte with copies of the byte's top bit.
         is_sign = t.ir.compare("icmp ne", t.ir.binary("and", choice, 8), 0)
         byte = t.ir.select(is_sign, t.ir.binary("ashr", byte, 7), byte)
         placed = t.ir.binary("shl", t.ir.cast("zext", byte, "i32"), 8 * number)
@@ -58,7 +58,7 @@ def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     source = i.operands[1]
     if isinstance(source, Symbol) and source.variable.space is not space:
         raise t.problem(f"{source.variable.name[:60]} does not lie in .{space.value}")
-    # Global and constant addresses are generic addresses. To an offset in a window, add the window's host address.
+    # Global and constant addresses are generic addresses. For an offset in a window, add the window's host address.
     address = t.read(source, _POINTER)
     if space in _WINDOWS:
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")

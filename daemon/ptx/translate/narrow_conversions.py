@@ -1,4 +1,4 @@
-"""Conversions with .f16, .bf16 and .tf32, and with other rounding than to nearest even (PTX ISA section 9.7.9.21).
+"""Conversions with .f16, .bf16 and .tf32, and with rounding other than to nearest even (PTX ISA section 9.7.9.21).
 
 The source is converted to a double, exactly or rounded to odd, and the double is rounded once. NaN becomes the
 destination's NaN, or 0 with .sat. In conversions from f64 to f32 and f16, NaN keeps its sign and the upper part of its

@@ -147,7 +147,7 @@ def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Test whether the phase of a state, or with a parity, is complete. If it is not, let other threads run."""
+    """Test whether the phase with a state or a parity is complete. If it is not, let other threads run."""
     ir = t.ir
     # The time limit of try_wait is ignored, because it may return early.
     if len(i.operands) == 4:
@@ -163,7 +163,7 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         then = t.read(i.operands[2], _OBJECT)
     done = ir.compare("icmp slt", ir.binary("xor", now, then), 0)
     t.write(i.operands[0], PREDICATE, done)
-    # test_wait lets other threads run, too, because it is used in loops.
+    # test_wait also lets other threads run, because it is used in loops.
     turn, go_on = ir.fresh("turn"), ir.fresh("goon")
     ir.branch_if(done, go_on, turn, extra=LIKELY)
     ir.block(turn)

@@ -12,7 +12,7 @@ barrier or its end. If no thread waits after a round, the block is done. This is
 
 By default, blocks run in the order of their numbers, and so do the warps of each block. The operator can set a seed to
 change this. Then the order of blocks begins at another number, and in each round the order of a block's warps begins at
-another warp. The result of a kernel without races does not depend on the order; that of a kernel with a race may.
+another warp. The result of a kernel without races does not depend on the order; the result of a kernel with a race may.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -258,7 +258,7 @@ class RunnerWriter:
         ir.block(done)
 
     def _variable(self, kind: str) -> Value:
-        """Return a new stack slot. It is in the entry block, so that LLVM can replace it by a register."""
+        """Return a new stack slot. It is in the entry block, so that LLVM can replace it with a register."""
         name = f"%slot{len(self._allocas)}"
         self._allocas.append(f"  {name} = alloca {kind}")
         return Value("ptr", name)
@@ -289,13 +289,13 @@ class LaneRunnerWriter(RunnerWriter):
 
     @property
     def needs(self) -> KernelNeeds:
-        """The memory that a block needs: a frame for each group, so in rows of one thread a frame for each thread."""
+        """The memory that a block needs: a frame for each group. In rows of one thread, each thread is a group."""
         if not self._waits.sites:
             return KernelNeeds(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
         return KernelNeeds(0, self._local_bytes, 0, self._frame_bytes, parks=False)
 
     def _run_block(self, block: Sequence[Value]) -> None:
-        # This is the same as for single threads, with groups instead.
+        # This is the same as for single threads, but with groups.
         ir, sizes = self.ir, self._count_groups()
         if not self._waits.sites:
             self._nest(sizes, [], lambda group: self._run_group(group, block))

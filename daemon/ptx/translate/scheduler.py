@@ -1,4 +1,4 @@
-"""Writes the runner for kernels with other waits than barrier 0.
+"""Writes the runner for kernels with waits other than at barrier 0.
 
 Threads run warp by warp. The threads of a warp that are ready run until they wait or end. Then the threads of complete
 exchanges become ready. This is repeated until no thread of the warp is ready. After all warps, complete barriers
@@ -51,7 +51,7 @@ class SchedulerWriter(RunnerWriter):
         ir.block(again)
         self._begin_round()
         self._run_warps(threads, block)
-        # The verdict is 0 if all threads have ended, 1 if some are ready, -1 if all that are ready poll memory.
+        # The verdict is 0 if all threads have ended, 1 if some are ready, and -1 if all ready threads poll memory.
         # Otherwise it is 2 plus the number of a thread that would wait forever.
         frames = self._frame(constant("i64", 0))
         arguments = ", ".join(map(str, (board, frames, threads, self._stride())))

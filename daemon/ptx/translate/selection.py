@@ -57,7 +57,7 @@ def test_property(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("slct.type.s32", 4, type=(*BITS, *INTEGERS, *FLOATS))
 @FAMILY.form("slct{.ftz}.type.f32", 4, type=(*BITS, *INTEGERS, *FLOATS))
 def select_by_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Return a if c >= 0, otherwise b. -0 >= 0 is true; for NaN it is false."""
+    """Return a if c >= 0, otherwise b. For -0 the comparison is true, for NaN it is false."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     if "s32" in m:

@@ -36,7 +36,7 @@ define internal i64 @global_time() noinline {{
 }}
 """
 
-# A cluster always has one block, so the number and the indices of clusters are those of blocks.
+# A cluster always has one block, so the number and the indices of clusters are the same as those of blocks.
 _CLUSTER = {f"cluster_ctaid.{axis}": 0 for axis in _AXES} | {f"cluster_nctaid.{axis}": 1 for axis in _AXES}
 _CLUSTER |= {"cluster_ctarank": 0, "cluster_nctarank": 1}
 

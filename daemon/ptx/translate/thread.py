@@ -114,7 +114,7 @@ class ThreadTranslator(OperandTranslator):
             raise self.problem(f"more than {MAX_SAVED_REGISTERS} registers are live at all waits together")
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
-        # Step 2: save the registers and the place to resume at, and return.
+        # Step 2: save the registers and the place at which to resume, and return.
         head = self.waits.head_bytes
         slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(saved))]
         for register, slot in zip(saved, slots, strict=True):
@@ -131,7 +131,7 @@ class ThreadTranslator(OperandTranslator):
     def _registers_to_save(self) -> list[Register]:
         live_bits = self._live[self.index]
         if self.index in self.waits.yields and self.instruction is not None:
-            # A yield comes before its branch, so the registers in the branch are needed, too.
+            # A yield comes before its branch, so the registers in the branch are also needed.
             live_bits |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
         saved = [register for register in self.function.registers if live_bits >> register.index & 1]
         if len(saved) > MAX_LIVE_REGISTERS:

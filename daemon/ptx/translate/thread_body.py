@@ -2,8 +2,8 @@
 
     i32 thread(launch, environment, frame, local, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-The function returns a `ReturnStatus`. Registers are stack slots, which LLVM replaces by values. All are 0 at first, so
-that a tenant's code never reads a value that is undefined for LLVM. If a thread waits for others, the function saves
+The function returns a `ReturnStatus`. Registers are stack slots, which LLVM replaces with values. All are 0 at first,
+so that a tenant's code never reads a value that is undefined for LLVM. If a thread waits for others, the function saves
 the live registers in the thread's frame and returns. When it is called again, it resumes at this place.
 """
 
@@ -61,7 +61,7 @@ class BodyTranslator(ThreadTranslator):
             self._translate_guarded(instruction, form, modifiers)
             if len(self.ir.lines) > MAX_IR_LINES:
                 raise self.problem(f"the image takes more than {MAX_IR_LINES} steps")
-        # Step 4: write the prologue last, because only now the registers and buffers in use are known.
+        # Step 4: write the prologue last, because the registers and buffers in use are known only now.
         self._end()
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
         return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])

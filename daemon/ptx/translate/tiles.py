@@ -1,8 +1,8 @@
 """Matrices that a whole warp loads, multiplies and stores: `wmma` (PTX ISA section 9.7.15.4).
 
-A fragment is the part of a matrix in the registers of one lane. The ISA does not define its layout; here it is that of
-`mma` (fragments.py). A fragment of A or B with .f16 may have more registers than needed. Then the other registers are
-copies of the first ones, so that a kernel may apply an operation to all registers of a fragment.
+A fragment is the part of a matrix in the registers of one lane. The ISA does not define its layout; here it is the same
+as for `mma` (fragments.py). A fragment of A or B with .f16 may have more registers than needed. Then the other
+registers are copies of the first ones, so that a kernel may apply an operation to all registers of a fragment.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """Finds the branches that may separate lanes, and the registers that are equal in all lanes.
 
-Lanes that a branch has separated run one after another, those with the earliest block first. They run together again at
-the latest at the first block that is on all paths from the branch; this module calls it the branch's end. If all blocks
-on the paths to the end come before it in the code, this follows:
+Lanes that a branch has separated run one after another, in the order of their blocks. They run together again at the
+latest at the first block that is on all paths from the branch; this module calls that block the branch's end. If all
+blocks on the paths to the end come before it in the code, this follows:
 
 - A block that is on no such path is common: all lanes that have not ended run it together.
-- A register that is written on one path only stays equal in all lanes, unless the written values differ between lanes,
+- A register that is written on only one path stays equal in all lanes, unless the written values differ between lanes,
   or a lane that has not made the write needs the register, on the other path or after the end.
 
 A branch to the end of the kernel separates no lanes: some of them end, and the rest stay together.
@@ -84,7 +84,7 @@ def uniformity_of(body: Sequence[Instruction], effects: Sequence[RegisterEffect]
         branches = [number for number in range(len(blocks)) if _parts(body, blocks[number], grown)]
         regions = [ways.from_branch(number) for number in branches]
         for sides, end in regions:
-            # Registers that are written on one path only may vary after the paths join.
+            # Registers that are written on only one path may vary after the paths join.
             grown |= _mixed(sides, end, blocks, written, live)
         apart = frozenset(number for sides, _ in regions for side in sides for number in side)
         if grown == varying:
@@ -159,7 +159,7 @@ class _Ways:
         # Leave out paths that only lead to the end of the kernel, because they separate no lanes.
         every, going_on = ([self._followers(body, block, keep=keep) for block in blocks] for keep in (True, False))
         arriving = self._arriving(going_on)
-        # If lanes leave a loop only to end, keep these paths. Otherwise, no path would lead out of the loop.
+        # If lanes leave a loop only to end, keep these paths; otherwise, no path would lead out of the loop.
         self._follows = [
             go if n in arriving else all_ for n, (go, all_) in enumerate(zip(going_on, every, strict=True))
         ]
@@ -251,7 +251,7 @@ class _Ways:
 
     def _meeting(self, number: int) -> int:
         """Return a branch's end: the first block on every path from the branch. Raises Unordered if there is none."""
-        # All other blocks that are on every path from the branch are also on every path from this one.
+        # All other blocks that are on every path from the branch are also on every path from the branch's end.
         candidates = self._behind[number] & ~(1 << number)
         for other in range(self._end + 1):
             if candidates >> other & 1 and self._behind[other] == candidates:

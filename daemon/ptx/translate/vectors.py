@@ -11,11 +11,11 @@ from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constan
 # The prefix of the names of vectors, and of no other names.
 _WIDE = "%wide"
 
-# Hosts have no vector instructions for these, so LLVM writes an operation for each lane.
+# Hosts have no vector instructions for these operations, so LLVM writes an operation for each lane.
 _SCALAR_OPERATIONS = ("sdiv", "udiv", "srem", "urem")
 _SCALAR_INTRINSICS = ("llvm.sin.", "llvm.cos.", "llvm.log2.", "llvm.tanh.")
 
-# Number of lines of IR that one lane's operation counts for: to extract the elements, compute, and insert the result.
+# Number of lines of IR as which one lane's operation counts: to extract the elements, compute, and insert the result.
 _SCALAR_COST = 4
 
 # The last argument of these intrinsics is a flag, which must be a scalar constant.
@@ -145,7 +145,7 @@ class VectorWriter(IrWriter):
         return super().argument(name) if index is None else self._here(index)
 
     def flat_thread(self) -> Value | None:
-        """Return the threads' numbers in their block, or that of the current lane; None if they are not computed."""
+        """Return the threads' numbers in their block, or the current lane's number; None if they are not computed."""
         return None if self.flat is None else self._here(self.flat)
 
     def _here(self, value: Value) -> Value:

@@ -288,12 +288,12 @@ def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
     """Translate `vprintf(format, arguments)`, which writes a record and returns the number of values."""
     form, values = _arguments(t, site, (8, 8))
     ir = t.ir
-    # The code for printing is only added to a part if something prints.
+    # The code for printing is added to a part only if something prints.
     t.callees.prints = True
     bad, local = Value("ptr", "%bad"), constant("i64", t.local_limit)
     arguments = ", ".join(map(str, (*GIVEN[:3], local, form, values, bad)))
     count = ir.value("i32", f"call i32 @{PRINT}({arguments})")
-    # If an address may not be read, this is a fault like that of a load.
+    # If an address may not be read, this is the same fault as for a load.
     is_read = ir.compare("icmp sge", count, 0)
     fail_unless(t, is_read, Access.LOAD, Space.GENERIC, ir.load("i64", bad), 1)
     _give_result(t, site, count)

@@ -22,12 +22,12 @@ from gpulease.daemon.ptx.translate.specials import WARP_THREADS, flat_thread
 from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.ptx.translate.waits import FRAME
 
-# Number of iterations of a loop that polls memory after which a thread lets the others run. Suspending a thread costs
+# Number of iterations of a polling loop after which a thread lets the others run. Suspending a thread costs
 # about 20 ns, which is at most a few per cent of this many iterations. If a thread waits for many others, it does not
 # poll for long.
 TURNS = 1024
 
-# Counts the iterations down, from TURNS on whenever the function is entered.
+# Counts the iterations down, and restarts at TURNS whenever the function is entered.
 TURNS_LEFT = Value("ptr", "%turns")
 
 
@@ -70,8 +70,8 @@ def exchange(
 def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
     """Wait for all 32 threads of the warp, which must arrive at an instruction with the same opcode and modifiers.
 
-    The values that a lane has shown are then adjacent, without padding, at the address that `kept_words` returns for
-    it. It is a fault if a lane has ended or does not exist.
+    The values that a lane has shown are then adjacent, without padding, at the lane's address from `kept_words`. It is
+    a fault if a lane has ended or does not exist.
     """
     offset_bytes = 0
     for value in shown:

@@ -49,7 +49,7 @@ class Waits:
 
     Attributes:
         sites: The instructions at which a thread may wait.
-        yields: Those of them that are the branches back in loops that watch memory.
+        yields: The sites that are branches back in loops that watch memory.
         is_short: Whether all waits are at barrier 0 for all threads, so that frames have a short head.
         words: Maximum number of words that a thread shows.
         parks: Whether a thread may let others run in a loop. Then all threads of a block may wait for another block.
@@ -73,7 +73,7 @@ def watches(i: Instruction) -> bool:
 
 
 def find_waits(body: Sequence[Instruction], watching_functions: Set[str] = frozenset()) -> Waits:
-    """Find the waits of a kernel. `watching_functions`: see `call_graph.watching_functions`."""
+    """Find the waits of a kernel. `watching_functions` is the result of `call_graph.watching_functions`."""
     # `yields` are branches. They count as waits, because the thread may wait there.
     waiting = {index for index, i in enumerate(body) if i.opcode in _SHOWN_WORDS}
     yields = _watching_branches(body, watching_functions)
@@ -89,9 +89,9 @@ def _is_plain_barrier(i: Instruction) -> bool:
 
 
 def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]) -> set[int]:
-    """Return the branches back over an instruction that watches memory.
+    """Return the backward branches over an instruction that watches memory.
 
-    Every cycle that contains such an instruction has at least one of them.
+    Every cycle that contains such an instruction has at least one such branch.
     """
     # Prefix sums show for any range whether it contains such an instruction.
     watching_before = [0]
@@ -101,7 +101,7 @@ def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]
         watching_before.append(watching_before[-1] + (calls or watches(i)))
     branches = set()
     for index, i in enumerate(body):
-        # For a branch back, the range is from its target up to and with the branch.
+        # For a branch back, the range is from its target up to and including the branch.
         for target in i.operands:
             if not isinstance(target, Target) or target.index > index:
                 continue

@@ -1,8 +1,8 @@
 """Exchanges of values between the threads of a warp (PTX ISA sections 9.7.9.6 and 9.7.13, the forms with ".sync").
 
-The member mask contains the lanes that take part. There is no wait for members that have ended or do not exist. If a
-thread is not in its own mask, or if a member never arrives, this is a fault. The ISA does not define the value of a
-lane that does not exist; here it is 0.
+The member mask contains the lanes that take part. Members that have ended or do not exist are not awaited. It is a
+fault if a thread is not in its own mask, or if a member never arrives. The ISA does not define the value of a lane that
+does not exist; here it is 0.
 """
 
 from typing import TYPE_CHECKING
@@ -25,11 +25,11 @@ _MODES = ("up", "down", "bfly", "idx")
 
 @FAMILY.form("shfl.sync.mode.b32", 5, mode=_MODES)
 def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Return the value of another lane (section 9.7.9.6), or the thread's own if that lane is out of range."""
+    """Return the value of another lane (section 9.7.9.6), or the thread's own value if that lane is out of range."""
     ir = t.ir
     word = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
-    # Both are needed after the wait, when the operands may no longer exist. So show them together with the value.
+    # Lane and flag are needed after the wait, when the operands may no longer exist. So show them with the value.
     packed = ir.binary("or", source, ir.binary("shl", ir.cast("zext", inside, "i32"), 5))
     shown = ir.binary("or", ir.binary("shl", ir.cast("zext", packed, "i64"), 32), ir.cast("zext", word, "i64"))
     group, _ = exchange(t, i.operands[4], [shown])
