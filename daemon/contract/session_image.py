@@ -1,4 +1,4 @@
-"""The image of a parked session: everything that another worker needs to continue it, except its bytes in host memory.
+"""The image of a parked session: all that another worker needs to continue the session, except bytes in host memory.
 
 A worker packs the image, the broker keeps it without reading it, and another worker of the same lease unpacks it. The
 image records everything that must be equal in the other process: addresses, numbers and handles that the tenant's data
@@ -24,7 +24,8 @@ MAX_CODE_BYTES: Final = 32 << 20
 """Maximum size of the machine code in an image, in bytes. Modules whose code would exceed it are compiled again."""
 
 MAX_IMAGE_BYTES: Final = 320 << 20
-"""Size of the largest image. Most of it is the modules' images, of which a session may have 256 MiB, and graphs."""
+"""Maximum size of an image, in bytes. Modules' images, of which a session may have 256 MiB, and graphs are most of
+it."""
 
 UNHELD: Final = 0
 LEASE: Final = 1

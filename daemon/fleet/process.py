@@ -153,7 +153,7 @@ class FleetProcess:
             # Step 3: serve. Everything happens in callbacks.
             await self._ended.wait()
         finally:
-            # Step 4: end. Nothing is written to etcd any more: the next process continues from the journal.
+            # Step 4: end, and write nothing more to etcd. The next process continues from the journal.
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()

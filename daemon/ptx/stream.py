@@ -139,7 +139,7 @@ SLOT_BYTES = PARAMETERS_OFFSET + MAX_PARAMETER_BYTES
 # A launch without an entry ends the stream's thread.
 _END = bytes(PARAMETERS_OFFSET)
 
-# Words of StreamState by index, for the caller's view of it.
+# Indices of words of StreamState, for the caller's view of the structure.
 _COMPLETED = StreamState.completed.offset // 8
 _FAULTED = StreamState.faulted.offset // 8
 _WAITING = StreamState.waiting.offset // 8

@@ -119,8 +119,8 @@ class PendingConnections:
             # The kernel reports fewer bytes than SO_RCVLOWAT only when no more will come.
             self._refuse(connection, "it closed the connection without sending a handshake")
             return
-        # Step 2: a handshake names its record's length. Wait for all of it, in the kernel, and then pass the connection
-        # on.
+        # Step 2: a handshake contains its record's length. Wait in the kernel for the whole record, then pass the
+        # connection on.
         needed = first_record_bytes(begin)
         if needed is None:
             self._refuse_plaintext(connection)

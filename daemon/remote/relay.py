@@ -500,7 +500,7 @@ class Pump:
             self._inner,
             select.POLLIN * (not self._inner_ended and not self._unsent) | select.POLLOUT * bool(self._undelivered),
         )
-        # Spin first: a tenant that waits for an answer sends its next frame within microseconds of it.
+        # Spin first, because a tenant that waits for an answer sends its next frame within microseconds of the answer.
         deadline_ns = time.monotonic_ns() + self._spin_ns
         ready = self._poll.poll(0)
         while not ready and time.monotonic_ns() < deadline_ns:

@@ -28,7 +28,7 @@ _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 def check_tenant(name: object) -> str:
     """Return the name if an operator, or a certificate, may give it to a tenant. Raises ValueError.
 
-    A local user without a name is the tenant `uid:N`; the colon keeps everybody else from that name.
+    A local user without a name is the tenant `uid:N`. No other tenant can have that name, because of its colon.
     """
     if not isinstance(name, str) or not _TENANT.fullmatch(name) or name in RESERVED_TENANTS:
         raise ValueError(f"{name!r} is not a valid tenant name: use letters, digits, dots, dashes and underscores")

@@ -61,7 +61,7 @@ class Measure(Enum):
         USER: The worker runs as another user than the daemon, in only the groups that the devices need.
         CAPABILITIES: The worker has no capability and can gain none.
         PRIVILEGES: No program that the worker executes gains privileges.
-        INSPECTION: Other workers can't trace the worker or open its memory, and the kernel writes no core dump of it.
+        INSPECTION: Other workers can't trace the worker or open its memory, and the kernel never dumps its core.
         LIMITS: The worker's use of the host's resources is limited.
         FILES: The worker can open the driver's paths and nothing else.
         DEVICES: The worker can call ioctl only on the driver's devices.

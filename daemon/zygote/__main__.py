@@ -202,7 +202,7 @@ class Zygote:
         self._output = WorkerOutput(self._poll, self._log_output)
 
     def run(self) -> None:
-        """Serve until the broker is gone, or, with a listener, until no broker can need this process any more."""
+        """Serve until the broker is gone or, with a listener, until no broker can need this process."""
         # The handler does nothing, but only a signal with a handler is written to the wake-up descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
@@ -277,7 +277,7 @@ class Zygote:
                 log_event(LogEvent.SOCKET_LOST, path=path, reason=str(error))
             self._is_listener_lost = True
             return
-        # The new socket replaces the old one, which no client can reach any more.
+        # The new socket replaces the old one, which no client can reach now.
         self._poll.unregister(self._listener)
         self._listener.close()
         self._listener, self._is_listener_lost = listener, False

@@ -13,11 +13,11 @@ from helpers.nvml import Cards
 
 @dataclass
 class Watched:
-    """A session; a thread samples how much memory the card reports for its worker.
+    """A session, and a thread that samples how much memory the card reports for the session's worker.
 
     Attributes:
         admitted: Bytes that the daemon holds on the card for the session.
-        peak: Most bytes that the card has reported for the worker's process.
+        peak: The most bytes that the card has reported for the worker's process.
     """
 
     session: GpuSession

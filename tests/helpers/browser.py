@@ -78,7 +78,7 @@ class Browser:
         fresh = self._ask("POST", "/window/new", {"type": "window"})["handle"]
         self._ask("DELETE", "/window", None)
         self._ask("POST", "/window", {"handle": fresh})
-        # These belong to the browser, or to an address that another test's server may have by now.
+        # These belong to the browser, or to an address that another test's server may now have.
         self.devtools("Network.clearBrowserCookies")
         self.devtools("Network.clearBrowserCache")
         self.devtools("Storage.clearDataForOrigin", origin="*", storageTypes="all")

@@ -1,4 +1,4 @@
-"""PTX with functions and calls, and runs of it."""
+"""PTX with functions and calls, and a function to run it."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""`python -P -m helpers.etcd_history ENDPOINTS FILE PREFIX`: writes all changes of etcd's keys since it was created.
+"""`python -P -m helpers.etcd_history ENDPOINTS FILE PREFIX`: writes all changes of keys since etcd was created.
 
 Run it on a host that can reach etcd. It writes a line of JSON to FILE for each change of a key with the prefix.
 """

@@ -1,6 +1,6 @@
 """`python -m helpers.plain_load`: a program outside gpulease that loads PTX from stdin with cuModuleLoadData.
 
-It prints registers and local bytes of each kernel as JSON.
+It prints each kernel's registers and bytes of local memory per thread, as JSON.
 """
 
 import json

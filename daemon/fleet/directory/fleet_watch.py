@@ -1,4 +1,4 @@
-"""Keeps a directory's view up to date with etcd, and answers requests from it.
+"""Keeps a directory's view up to date with etcd, and answers requests from the view.
 
 After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it no longer knows which nodes are alive.
 """
@@ -267,7 +267,7 @@ class FleetWatch:
                 self._reason = answer.reason
                 await asyncio.sleep(RETRY_S)
                 continue
-            # Step 2: replace the view by these records.
+            # Step 2: replace the view with these records.
             self.view.replace((item for items in answer.found for item in items), self._clock())
             self._log_unreadable()
             self._is_read, self._confirmed_s = True, self._clock()

@@ -20,14 +20,14 @@ class KeyValue(NamedTuple):
 
 
 class CreateRevisionIs(NamedTuple):
-    """A comparison: the key has this create revision; 0: the key is absent."""
+    """A comparison: the key has this create revision, or is absent if the revision is 0."""
 
     key: bytes
     revision: int
 
 
 class ModRevisionIs(NamedTuple):
-    """A comparison: the key has this mod revision; 0: the key is absent."""
+    """A comparison: the key has this mod revision, or is absent if the revision is 0."""
 
     key: bytes
     revision: int
@@ -95,7 +95,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class TransactionRejected:
-    """etcd refused the transaction and did none of it: it is out of space, or this user may not write there."""
+    """etcd refused the whole transaction, because it is out of space or this user may not write these keys."""
 
     reason: str
 

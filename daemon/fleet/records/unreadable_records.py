@@ -15,7 +15,7 @@ MAX_SHOWN: Final = 3
 """Maximum number of keys in one sentence, to keep lines of the log and of health reports short."""
 
 MAX_KEY_CHARS: Final = 200
-"""Longest shown part of a key; keys in etcd may have a megabyte."""
+"""Longest part of a key that is shown, in characters. Keys in etcd may have a megabyte."""
 
 
 @dataclass(slots=True)
@@ -76,6 +76,6 @@ class UnreadableRecords:
 
 
 def shown_key(key: bytes) -> str:
-    """Return a key as safe text for an operator: without control characters, and cut."""
+    """Return a key as safe text for an operator, cut and without control characters."""
     text = key[:MAX_KEY_CHARS].decode(errors="backslashreplace")
     return printable(text, instead="?")[:MAX_KEY_CHARS]

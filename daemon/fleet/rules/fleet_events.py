@@ -449,7 +449,7 @@ class QuotaRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stopped(Message):
-    """The answer to Stopping: nothing is in progress any more.
+    """The answer to Stopping: nothing is in progress.
 
     Attributes:
         has_left: Whether the node's record was deleted and no claim remains. Then the next process joins as a new

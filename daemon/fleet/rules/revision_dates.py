@@ -30,7 +30,7 @@ class RevisionDates:
         self._dates: list[_Date] = []
 
     def observe(self, revision: int, now_ns: int) -> None:
-        """Note that an answer of this revision has come by now."""
+        """Note that an answer of this revision had come at `now_ns`."""
         if not self._dates or now_ns >= self._dates[-1].now_ns + self._step_ns:
             self._dates = [*self._dates[1 - KEPT_PARTS :], _Date(revision, now_ns)]
 

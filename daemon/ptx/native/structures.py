@@ -195,7 +195,7 @@ class QueuedLaunch(ctypes.Structure):
 
     Its blocks are handed out `chunk` at a time, to at most `environment_count` environments with areas a stride apart.
     If `chunk` is 0, all blocks run one after another in the first environment. `running` is the address of the
-    kernel's KernelRunning; the stream replaces `entry` by the entry there.
+    kernel's KernelRunning; the stream replaces `entry` with the entry there.
     """
 
     _fields_ = (

@@ -48,7 +48,8 @@ SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
 
 RECORD_FAULT = "record_fault"
 
-# This is a separate function that is not inlined, because every access contains a call of it, which hardly ever runs.
+# This is a separate function that is not inlined, because every access contains a call of the function, which hardly
+# ever runs.
 RECORD_FAULT_IR = f"""
 define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, i32 %access, i32 %space, i32 %line)
     noinline cold {{

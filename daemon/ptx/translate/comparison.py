@@ -1,4 +1,4 @@
-"""Comparison and selection, including those of .f16 and .bf16 (PTX ISA sections 9.7.6 and 9.7.7)."""
+"""Comparison and selection, including of .f16 and .bf16 (PTX ISA sections 9.7.6 and 9.7.7)."""
 
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, Instruction, Operand, Pair, Scalar
 from gpulease.daemon.ptx.translate.floating import flush
@@ -146,7 +146,7 @@ def set_number(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def _compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> list[Value]:
-    """Compare two operands. Returns one result or, for pairs, two results, that of the lower halves first."""
+    """Compare two operands. Returns one result or, for pairs, two results, first for the lower halves."""
     source, scalar, ir = m["source"], m.scalar("source"), t.ir
     operands = [t.read(i.operands[n], scalar) for n in (1, 2)]
     layout = FORMATS.get(source.removesuffix("x2"))

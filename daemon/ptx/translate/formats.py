@@ -83,7 +83,7 @@ def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
         return ir.cast("fpext", ir.cast("bitcast", word, "float"), "double")
     wide = ir.resize(bits, "i64", signed=False)
     magnitude = ir.binary("and", wide, 0x7FFF)
-    # Shift exponent and fraction to their places. The multiplication then corrects the bias, also for subnormals.
+    # Shift exponent and fraction to their places. The multiplication then corrects the bias, even for subnormals.
     placed = ir.binary("shl", magnitude, _DIGITS - F16.digits)
     scaled = ir.binary("fmul", double_of(t, placed), real("double", 2.0 ** (_BIAS - F16.bias)))
     # Infinity and NaN have the largest exponent. The product would be an ordinary number, so use the largest exponent.
@@ -155,7 +155,7 @@ def round_to(t: OperandTranslator, value: Value, into: Format, mode: str) -> Val
 
 
 def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], is_negative: Value) -> Value:
-    """Round a magnitude to a multiple of the unit. `around`: the magnitude, its nearest multiple, and the unit."""
+    """Round a magnitude to a multiple of the unit. `around` is the magnitude, its nearest multiple, and the unit."""
     ir = t.ir
     size, nearest, unit = around
     if mode == "rn":
@@ -168,7 +168,7 @@ def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], i
     if mode == "rna":
         half = ir.binary("fmul", unit, real("double", 0.5))
         return ir.select(ir.compare("fcmp oge", ir.binary("fsub", size, lower), half), upper, lower)
-    # Rounding down increases the magnitude of a negative number, rounding up that of a positive number.
+    # Rounding down increases a negative number's magnitude, and rounding up increases a positive number's.
     farther = ir.select(ir.compare("fcmp olt", lower, size), upper, lower)
     return ir.select(is_negative, *((farther, lower) if mode == "rm" else (lower, farther)))
 

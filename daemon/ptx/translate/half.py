@@ -174,7 +174,7 @@ def least_or_most(t: OperandTranslator, opcode: str, m: Modifiers, operands: tup
     wins = ir.compare("icmp slt" if opcode == "min" else "icmp sgt", *ordered)
     result = ir.select(wins, left, right)
     nan = constant(left.type, kind.nan)
-    # With .NaN, the result is NaN if either operand is NaN, otherwise only if both are.
+    # With .NaN, the result is NaN if either operand is NaN; without it, only if both are.
     if "NaN" in m:
         is_nan = ir.binary("or", left_is_nan, right_is_nan)
     else:

@@ -121,7 +121,7 @@ class OperandTranslator:
         return value
 
     def _read_symbol(self, variable: DeclaredVariable, offset: int, scalar: Scalar) -> Value:
-        # These variables are on the native stack, and a kernel must not get addresses of it.
+        # These variables are on the native stack, and a kernel must not get addresses of the stack.
         if variable.space in (Space.CALL, Space.RESULT):
             raise self.problem(f"the address of {variable.name[:60]} can't be taken")
         # Offsets into a window fit 32 bits; device addresses do not.

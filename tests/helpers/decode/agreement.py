@@ -136,7 +136,7 @@ def compare(reference: Logits, other: Logits, close: npt.NDArray[np.bool_] | Non
     Args:
         reference: The reference's logits.
         other: The logits that are compared with them.
-        close: For each position, whether its choice of experts is close; None: no position is close.
+        close: For each position, whether its choice of experts is close; None if no position is close.
     """
     assert reference.shape == other.shape, (reference.shape, other.shape)
     assert np.isfinite(reference).all()
@@ -165,7 +165,7 @@ def compare_greedy(
         reference: The reference's tokens.
         other: The same number of tokens of the other computation.
         reference_margins: The reference's margin at each of its tokens.
-        position_errors: The error at each of them, where both models were given the reference's previous tokens.
+        position_errors: The error at each token, where both models were given the reference's previous tokens.
     """
     assert len(reference) == len(other) == len(reference_margins) == len(position_errors)
     differing = [place for place, (ours, theirs) in enumerate(zip(reference, other, strict=True)) if ours != theirs]
@@ -193,7 +193,7 @@ def compare_scorers(
         prompts: Tokens of each prompt.
         count: Number of tokens to decode after each prompt.
         are_normalised: Whether to compare log-probabilities, for a scorer that returns only these.
-        are_close: Returns which positions are close; None: no position is close.
+        are_close: Returns which positions are close; None if no position is close.
     """
     logits, greedy = Agreement(), GreedyAgreement()
     outputs = zip(prompts, reference.greedy(prompts, count), other.greedy(prompts, count), strict=True)

@@ -74,5 +74,5 @@ def record(opened: Callable[[Path], Scorer]) -> None:
     for place, (prompt, tokens) in enumerate(outputs):
         np.save(asked.folder / f"{place}.npy", scorer.logits([*prompt, *tokens[:-1]]))
     (asked.folder / "outputs.json").write_text(json.dumps(outputs))
-    # Sometimes llama.cpp's server would wait for one of its threads for ever, so skip all clean-up.
+    # Sometimes llama.cpp's server would wait for one of its threads forever, so skip all clean-up.
     os._exit(0)
