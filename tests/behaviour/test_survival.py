@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import (
-    Busy,
     Denied,
     Disconnected,
     GpuBuilder,
@@ -28,13 +27,14 @@ from gpulease.client import (
 )
 from gpulease.client.core import lease as renewal
 from gpulease.client.core import operations
-from gpulease.protocol import Exclusivity
+from gpulease.protocol import Exclusivity, Failure, Opcode, Reply, Status
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
 from helpers import audit_log
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running, stop_process
+from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.remote import Pki
 from helpers.submits import check_scaled, scaling
 from helpers.waiting import wait_until
@@ -263,25 +263,19 @@ def test_workers_that_died_meanwhile_are_told_of_with_the_reason(lasting: Lastin
 @pytest.mark.exhaustive
 def test_stopping_can_leave_sessions_to_the_next_daemon(start_lasting: StartLasting) -> None:
     lasting = start_lasting(config='on_stop = "keep"\n')
-    told: list[BaseException] = []
-
-    def wait_in_line() -> None:
-        try:
-            lasting.now.builder(6 << 30).timeout(60).acquire()
-        except BaseException as error:
-            told.append(error)
-
     lease = lasting.now.builder().acquire()
-    with working(lease) as work:
-        waiter = threading.Thread(target=wait_in_line)
-        waiter.start()
-        time.sleep(0.3)
+    with working(lease) as work, RawPeer(lasting.address).hello() as waiter:
+        _, frame = waiter.connection.send_request(Opcode.LEASE_ALLOC, lease_alloc(6 << 30, wait_ms=60_000))
+        waiter.sock.sendall(frame)
+        # A later request is answered, so the daemon has read that one.
+        lasting.now.available_bytes()
         lasting.now.process.terminate()
         assert lasting.now.wait_for_exit() == 0
-        waiter.join()
-        (error,) = told
-        assert isinstance(error, Busy)
-        assert "restarted" in str(error)
+        refused = waiter.next_event()
+        assert isinstance(refused, Reply)
+        assert isinstance(refused.result, Failure)
+        assert refused.result.status is Status.BUSY
+        assert "restarted" in refused.result.message
         assert not lasting.now.socket_path.exists()
         work.check_goes_on()
         lasting.start()
