@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -79,30 +80,35 @@ async def one_by_one(decoder: Decoder, max_tokens: int = TOKENS) -> Outputs:
 @contextmanager
 def before_step(decoder: Decoder, number: int, act: Callable[[], Awaitable[None]]) -> Iterator[None]:
     """Act as a step is about to start, counted from 1; the step names what it was planned with."""
-    engine, count = decoder.engine, 0
+    engine, started = decoder.engine, 0
 
     async def start(rows: Rows, pools: Any, *others: Any, **options: Any) -> int:
-        nonlocal count
-        count += 1
-        if count == number:
+        nonlocal started
+        started += 1
+        if started == number:
             await act()
         return await type(engine).start(engine, rows, pools, *others, **options)
 
     engine.start = start  # type: ignore[method-assign]
     try:
         yield
-        assert count >= number
+        assert started >= number
     finally:
         del engine.start
 
 
 @contextmanager
-def no_new_steps(decoder: Decoder) -> Iterator[None]:
-    """Let no step start inside the block, so that what ends there ends before the answers on any host, however busy."""
-    engine, may_start = decoder.engine, asyncio.Event()
+def no_new_steps(decoder: Decoder, after: int = 0) -> Iterator[None]:
+    """Let only so many steps start inside the block, so that what ends there ends before the answers on any host.
+
+    The block may be in another thread than the decoder.
+    """
+    engine, started, is_over = decoder.engine, count(), False
 
     async def start(*arguments: Any, **options: Any) -> int:
-        await may_start.wait()
+        if next(started) >= after:
+            while not is_over:  # noqa: ASYNC110  # an event could not be set by another thread
+                await asyncio.sleep(0.001)
         return await type(engine).start(engine, *arguments, **options)
 
     engine.start = start  # type: ignore[method-assign]
@@ -110,7 +116,7 @@ def no_new_steps(decoder: Decoder) -> Iterator[None]:
         yield
     finally:
         del engine.start
-        may_start.set()
+        is_over = True
 
 
 class Recorder(DecoderObserver):

@@ -25,7 +25,7 @@ from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.errors import Denied, Revoked
 from helpers.daemon import Daemon
 from helpers.decode.decode_lines import lines_of
-from helpers.decode.decoder_rig import before_step
+from helpers.decode.decoder_rig import before_step, no_new_steps
 from helpers.decode.openai_rig import CHAT_TOKENS, MODEL, OpenAiRig, key_of, openai_rig
 from helpers.waiting import wait_until
 
@@ -555,21 +555,24 @@ def test_a_sane_request_id_is_the_request_s(rig: OpenAiRig, heard: Heard) -> Non
 def test_a_caller_that_hangs_up_ends_its_sequence(rig: OpenAiRig, heard: Heard, is_stream: bool) -> None:
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "stream": is_stream}
     name = f"gone-{is_stream}"
-    if is_stream:
-        with (
-            rig.http() as http,
-            http.stream("POST", "/v1/completions", json=asked, headers={"X-Request-Id": name}) as reply,
-        ):
-            next(reply.iter_bytes())
-    else:
-        # The client disconnects once its sequence is being computed; before that, there might be no sequence to end.
-        host, _, port = rig.url.removeprefix("http://").partition(":")
-        body = json.dumps(asked)
-        head = f"Host: {host}:{port}\r\nAuthorization: Bearer {key_of('ann')}\r\nX-Request-Id: {name}\r\n"
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            wait_until(lambda: rig.do(lambda: len(rig.decoder.scheduler.tenants["ann"].live)), "it is computed")
-    found = wait_until(lambda: [one for one in heard.finished if one.request_id == f"ann/{name}"], "it has ended")
+    # The first token is computed, and the last one can't be before the client disconnects.
+    with no_new_steps(rig.decoder, after=20):
+        if is_stream:
+            with (
+                rig.http() as http,
+                http.stream("POST", "/v1/completions", json=asked, headers={"X-Request-Id": name}) as reply,
+            ):
+                next(reply.iter_bytes())
+        else:
+            # The client disconnects once its sequence is computed; before that, there might be no sequence to end.
+            host, _, port = rig.url.removeprefix("http://").partition(":")
+            body = json.dumps(asked)
+            head = f"Host: {host}:{port}\r\nAuthorization: Bearer {key_of('ann')}\r\nX-Request-Id: {name}\r\n"
+            head += f"Content-Length: {len(body)}\r\n"
+            with socket.create_connection((host, int(port))) as sock:
+                sock.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n{body}".encode())
+                wait_until(lambda: rig.do(lambda: len(rig.decoder.scheduler.tenants["ann"].live)), "it is computed")
+        found = wait_until(lambda: [one for one in heard.finished if one.request_id == f"ann/{name}"], "it has ended")
     assert found[0].reason == "Cancelled"
     assert len(found[0].emitted) < 120
 
