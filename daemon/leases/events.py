@@ -910,13 +910,14 @@ class KillWorker:
     """Kill the worker's process and reap it; the answer is `WorkerExited`, even without a process.
 
     Attributes:
-        after_record: Whether the kill must wait until all records so far are durable, or are known never to become
-            durable. A lease continues without this worker, but a table that was restored from an earlier record would
-            need it.
+        after_record: Whether the kill must wait until all records so far are durable, or never will be. The lease
+            continues without this worker, but a table that was restored from an earlier record would need it.
+        doubt: Why the worker's context is not reused, if its scrub was not proved in time; otherwise "".
     """
 
     worker_id: int
     after_record: bool = False
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

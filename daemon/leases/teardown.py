@@ -34,7 +34,7 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 SCRUB_TIMEOUT_MS: Final = 500
 """Milliseconds after which a worker is killed if its scrub is not proved. Stops a kernel that keeps running, or a
-worker that hangs, from keeping the slice."""
+worker that hangs, from keeping the slice. A busy host loses only warm contexts by it."""
 
 
 def timer_due_ns(lease: Lease, kind: TimerKind) -> int | None:
@@ -135,8 +135,7 @@ class Teardown:
 
     def _grace_ns(self, lease: Lease, cause: Cause, effects: list[Effect]) -> int:
         """Return the time until the kill in nanoseconds; if the context may be recycled, order a scrub first."""
-        # Only a tenant's own free may be followed by a scrub: after any other end something may be wrong with the
-        # session.
+        # Scrub only after a tenant's own free: after any other end something may be wrong with the session.
         if cause is not Cause.FREED or not self._store.may_recycle(lease):
             return self._store.limits.grace_ns(cause)
         # The scrub uses the grace period: the tenant has freed the lease, so none of its work is in flight.
@@ -188,8 +187,7 @@ class Teardown:
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, effects)
         else:
-            # The reclaim took too long. The reason tells the operator who sees the fence whether memory or the end of a
-            # process is missing.
+            # The reclaim took too long. The reason tells the operator whether memory or a process's end is missing.
             of_what = "its submit's" if lease.is_proved else "its"
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
@@ -270,10 +268,12 @@ class Teardown:
         self._report(lease, fenced, RevokeOutcome.FENCED, effects)
 
     def _kill(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        # The kill also ends a scrub that is in progress.
+        # The kill also ends a scrub that is in progress. If that took too long, no event says so.
+        is_late = lease.is_scrubbing and now_ns >= (lease.grace_due_ns or 0)
         lease.is_kill_sent = True
         lease.is_scrubbing = False
-        effects.append(KillWorker(lease.lease_id))
+        doubt = f"its scrub was not proved within {SCRUB_TIMEOUT_MS} ms" if is_late else ""
+        effects.append(KillWorker(lease.lease_id, doubt=doubt))
         self._start_reclaim_clock(lease, now_ns, effects)
 
     def _prove(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:

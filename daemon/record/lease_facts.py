@@ -131,7 +131,7 @@ class FactKind(Enum):
     """The lease's worker could not make its context."""
     WORKER_EXITED = FactRow(sources=(WorkerExited,), logs=(LogEvent.WORKER_EXITED, LogEvent.WORKER_DIED))
     """The lease's worker has ended."""
-    WORKER_KILLED = FactRow(sources=(KillWorker,), logs=(LogEvent.WORKER_KILLED,))
+    WORKER_KILLED = FactRow(sources=(KillWorker,), logs=(LogEvent.WORKER_KILLED, LogEvent.WARM_REFUSED))
     """The lease's worker is killed."""
     SCRUB_DOUBTED = FactRow(sources=(WorkerScrubbed,), logs=(LogEvent.WARM_REFUSED,))
     """A context was scrubbed without a proof."""

@@ -307,6 +307,8 @@ class LeaseLog(FactRecorder):
 
     def _log_killed(self, fact: Fact) -> None:
         self._log_of_lease(LogEvent.WORKER_KILLED, fact.lease_id, worker_pid=self._pid_of(fact.lease_id))
+        if fact.source.doubt:
+            self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
 
     def _log_park_failed(self, fact: Fact) -> None:
         reason = "return" if fact.source.cause is None else fact.source.cause.value

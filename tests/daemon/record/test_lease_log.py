@@ -23,9 +23,12 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     FreeRequested,
+    KillWorker,
     ReclaimProved,
     RequesterGone,
     SessionCondemned,
+    TimerFired,
+    TimerKind,
     WorkerExited,
     WorkerReady,
     WorkerScrubbed,
@@ -102,6 +105,18 @@ def test_a_tenant_whose_contexts_are_refused_or_left_in_a_loop(scene: Scene, cap
     events = Counter(event for event, _ in told(caplog))
     for event in ("warm.refused", "warm.gone"):
         assert BURST_RECORDS <= events[event] <= BURST_RECORDS + 60
+
+
+def test_the_log_says_that_a_scrub_took_too_long(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    async def end() -> None:
+        scene.post(AcquireRequested(1, "ann", 7, LeaseTerms(SIZE, 60_000)))
+        for doubt in ("", "it took too long"):
+            scene.follow(TimerFired(7, 0, TimerKind.GRACE), [KillWorker(7, doubt=doubt)])
+        await scene.log.stop()
+
+    asyncio.run(end())
+    reasons = [(fields["lease_id"], fields["reason"]) for event, fields in told(caplog) if event == "warm.refused"]
+    assert reasons == [(f"{7:032x}", "it took too long")]
 
 
 def test_counts_are_told_while_it_goes_on(
