@@ -26,7 +26,9 @@ from gpulease.client import (
     aio,
     my_audience,
 )
+from gpulease.client.core.tokens import GrantPair
 from gpulease.client.narrowing import attenuate
+from gpulease.client.sync.driver import drive
 from gpulease.daemon.contract.control_page import MAX_CONNECTIONS
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, AttachOption
@@ -168,6 +170,28 @@ def test_a_refused_attach_leaves_the_token_good_for_one(lasting: LastingDaemon, 
     with pytest.raises(Denied, match="replayed nonce"):
         GpuSession.attach(token, lasting.address)
     lease.free()
+
+
+@pytest.mark.exhaustive
+def test_a_refused_attach_leaves_the_second_token_good_for_one_also_over_a_restart(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().acquire() as lease:
+        grant = GrantPair(None, lease.issue(Permission.TASKLET_SUBMIT))
+        with GpuSession(lease), pytest.raises(Busy, match="has 1 connection"):
+            GpuSession(lease, grant=grant)
+        # When a grant has been reported, it is on disk, and so are all records before it.
+        lasting.now.builder().acquire().free()
+        lasting.restart()
+        with GpuSession(lease, grant=grant) as session:
+            buffer = session.mem_alloc(4)
+            drive(session._session.operations.use_grant(is_second=True))
+            lasting.restart()
+            # The worker holds the connection to its second token while no broker runs, and under the next broker.
+            with pytest.raises(Denied, match="MEM_READ"):
+                session.mem_read(buffer, 0, 4)
+            drive(session._session.operations.use_grant(is_second=False))
+            assert session.mem_read(buffer, 0, 4) == bytes(4)
+        with pytest.raises(Denied, match="replayed nonce"):
+            GpuSession(lease, grant=grant)
 
 
 def test_of_two_who_attach_at_once_with_one_token_one_gets_in(shared: Shared) -> None:
