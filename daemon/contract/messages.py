@@ -337,7 +337,7 @@ class AttachOrder(Message):
     owns: Flag = False
     client_pid: Pid = 0
     words: Flag = False
-    second: Annotated[Guest | None, converted(Guest.from_message, Guest.to_message).or_nil()] = None
+    second: Annotated[Guest | None, converted(Guest.from_message, Guest.to_message).optional()] = None
 
 
 @dataclass(frozen=True, slots=True)

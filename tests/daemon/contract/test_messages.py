@@ -167,6 +167,12 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None}
         | {"owns": False, "client_pid": 0, "words": False},
     ),
+    (
+        TO_WORKER,
+        messages.AttachOrder(1, b"", False, 0, second=GUEST),
+        {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None}
+        | {"owns": False, "client_pid": 0, "words": False, "second": [3, 1 << 40, 2, (1 << 64) - 1]},
+    ),
     (TO_WORKER, messages.Scrub(), {"op": "scrub"}),
     (TO_WORKER, messages.EndSession(), {"op": "end"}),
     (TO_WORKER, messages.RegionsPage(), {"op": "regions"}),
@@ -207,6 +213,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (FROM_WORKER, messages.Scrubbed("", 9), {"op": "scrubbed", "doubt": "", "held": 9}),
     (FROM_WORKER, messages.Attached(), {"op": "attached"}),
     (FROM_WORKER, messages.Attached(5, False), {"op": "attached", "guest": 5, "is_in": False}),
+    (FROM_WORKER, messages.Attached(None, True, 6), {"op": "attached", "is_in": True, "second": 6}),
     (FROM_WORKER, messages.LastLeft(), {"op": "left"}),
     (FROM_WORKER, messages.MemoryGrew(), {"op": "look"}),
     (
