@@ -35,7 +35,7 @@ class Graph(GraphHandle):
 
         Raises:
             InvalidHandle: The graph is closed, or a buffer or module that it uses was freed.
-            InvalidRequest: The graph has no such parameter, or the value has another kind than the parameter.
+            InvalidRequest: The graph has no such parameter, or a value does not fit its parameter's kind.
         """
         graphs = self.graphs("launch of a graph")
         return await drive_at_once(
@@ -81,7 +81,7 @@ class Recorder:
         try:
             self._end()
         except BaseException:
-            self._end()  # interrupted: the session must not stay in recording
+            self._end()  # interrupted: the session must not go on recording
             raise
         # If an error left the block, the graph stays discarded; otherwise `make` below gives it a handle.
         self._graph.discarded()
@@ -91,7 +91,7 @@ class Recorder:
             await undisturbed(drive(session.graphs.make(self._graph, recording.record())))
 
     def __del__(self) -> None:
-        # An interrupt may come before the block's end has begun to run.
+        # An interrupt may come before `__aexit__` begins.
         self._end()
 
     def _end(self) -> None:

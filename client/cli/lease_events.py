@@ -21,8 +21,8 @@ from gpulease.protocol.counts import counted
     "--refused",
     is_flag=True,
     help=(
-        "Instead, print the launches that are refused because a region has ended: the region LEASE_ID, "
-        "or any region of the lease LEASE_ID."
+        "Print refused launches instead: those that name the region LEASE_ID, or any region of the lease LEASE_ID, "
+        "after the region has ended."
     ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
@@ -41,7 +41,7 @@ def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
 
 
 def _fields(event: LeaseEvent) -> dict[str, Any]:
-    # The names of fields are those of the wire's event; times are in seconds.
+    # The names are those of LeaseEvent's fields, except `left_s`, which is in seconds.
     return {
         "lease_id": str(event.lease_id),
         "phase": event.phase_text,

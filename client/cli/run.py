@@ -198,8 +198,8 @@ class _LeasedProgram:
             except Disconnected:
                 # The daemon has ended, or restarted. Try once to reach it.
                 with suppress(GpuLeaseError):
-                    # A restarted daemon does not count this process as a connection until it renews the lease. The
-                    # deadline stays as it was.
+                    # A restarted daemon counts this process as a connection only after this renewal. The renewal
+                    # requests the time that is left, so it does not make the lease longer.
                     self._lease.renew(self._deadline_s - time.monotonic())
                     events = self._lease.events()
                     continue
@@ -208,8 +208,8 @@ class _LeasedProgram:
     def _wait(self) -> int:
         kill_s = 0.0
         while True:
-            # In each round, check whether the program has ended. Then wait for a signal, at most until the lease must
-            # have ended or, after its end, until the program must be killed.
+            # In each round, check whether the program has ended. Then wait for a signal, at most until the lease is
+            # certain to have ended or, after its end, until the program must be killed.
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 return status
@@ -228,19 +228,19 @@ class _LeasedProgram:
                     kill_s = time.monotonic() + KILL_AFTER_S
                     self._report_end()
             elif signal_info.si_signo in FORWARDED and signal_info.si_code <= 0:  # sent by a process (sigaction(2))
-                # The terminal sends its signals to the program, too; they have a positive si_code, from the kernel.
+                # Signals from the terminal reach the program directly. The kernel sends them, with a positive si_code.
                 self._send(signal.Signals(signal_info.si_signo))
 
     def _report_end(self) -> None:
-        # Without a report from the daemon, the lease has ended because its time is over.
+        # If the daemon has reported no reason, assume that the lease's time is up.
         self.end_reason = self._reported_reason or "its time is up"
         problem = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
         click.echo(f"gpulease: {problem}: its program now gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
         self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
-        # The program was not reaped, so its pid can't belong to another process. It may run as another user, as sudo
-        # does.
+        # The program has not been reaped, so its pid can't belong to another process. It may run as another user, for
+        # example with sudo.
         with suppress(PermissionError, ProcessLookupError):
             os.kill(self._pid, number)
 

@@ -18,13 +18,13 @@ EXIT_BREACH: Final = 1
     "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
 )
 @click.option("--only", metavar="TEXT", default="", help="Run only the checks whose names contain TEXT.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of progress and tables.")
 def verify(driver: str, only: str, as_json: bool) -> None:
     """Try to violate every lease guarantee on this host's first card.
 
-    A second tenant runs meanwhile, and the command checks that this tenant isn't affected.
+    While it does so, a second tenant works on the card, and the command checks that this tenant is not affected.
 
-    Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
+    Starts a private daemon, so a running daemon's leases are not touched, but the card is busy while it runs. The exit
     status is 1 if any guarantee of leases does not hold.
     """
     # Show progress on stderr after each fault, and print the report at the end.
@@ -59,7 +59,7 @@ def _tables(report: MatrixReport) -> str:
         "fault",
         "error",
         "the lease",
-        "neighbor",
+        "neighbour",
         "p50 us",
         "baseline p50",
         "p99 us",
@@ -70,7 +70,7 @@ def _tables(report: MatrixReport) -> str:
     ]
     parts, width = [report.scene.title()], output_width()
     if report.faults:
-        # On a narrow terminal, leave out the baseline figures first, then the neighbour's other figures.
+        # On a narrow terminal, leave out the baseline figures first, then the neighbour's others, then the time.
         droppable = ("baseline p99", "baseline p50", "p99 us", "p50 us", "within ms")
         parts.append(fitted(head, [_cells(row) for row in report.faults], width, droppable=droppable, texts=("fault",)))
     if report.claims:

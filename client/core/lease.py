@@ -431,7 +431,7 @@ class LeaseHandle:
 
     @property
     def is_revoked(self) -> bool:
-        """True once launches are refused because the lease has ended. With session words, this is one load."""
+        """True once launches are refused because the lease has ended. With SessionWords, this is one read of memory."""
         words = self.words
         return self.end_failure is not None or (words is not None and words.lease[0] != 0)
 
@@ -457,7 +457,7 @@ class LeaseHandle:
         if failure.region is not None:
             region = self.regions.get(failure.region)
             return failure if region is None else region.note_failure(failure)
-        # If the daemon sent no hint, add that it is stopping, which clients can't see otherwise.
+        # The hint says that the daemon may be stopping, which clients can't see otherwise.
         if failure.status is Status.DISCONNECTED and not failure.hint:
             failure = replace(failure, hint=DAEMON_STOPS_HINT)
         if failure.status in over and self.end_failure is None:

@@ -28,7 +28,7 @@ def memory_hungry_kernels() -> bytes:
 
 
 def compiling_long(kernels: int) -> bytes:
-    """Return the PTX of `kernels` useless kernels of LONG_LINES instructions, for which a compiler takes seconds."""
+    """Return PTX with `kernels` useless kernels of LONG_LINES instructions each; some take a compiler seconds."""
     parts = [".version 7.0\n.target sm_75\n.address_size 64\n"]
     # Each instruction depends on the one before, and no two kernels are the same, so nothing can be optimised away.
     for kernel in range(kernels):
@@ -48,7 +48,7 @@ def with_variable(size_bytes: int) -> bytes:
 
 
 def with_managed_variable() -> bytes:
-    """Return the PTX of a word of managed memory, for which a driver keeps memory until the last context ends."""
+    """Return PTX with a managed variable, which a driver must refuse: CUDA keeps its memory until all contexts end."""
     head = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .global .attribute(.managed) .align 4 .u32 word;\n"
     body = ".reg .b32 %r<2>;\nld.global.u32 %r1, [word];\nst.global.u32 [word], %r1;\nret;\n"
     return f"{head}.visible .entry touch()\n{{\n{body}}}\n".encode()

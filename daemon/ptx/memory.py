@@ -275,10 +275,10 @@ class MemoryArena:
 
     Args:
         slice_bytes: Room for allocations.
-        at: The address at which the memory should begin. It begins elsewhere for 0, or if that address is taken.
+        at: The address at which the memory should begin; 0 for any. If it is taken, the host chooses another one.
 
     Raises:
-        DriverError: The host has no address space for a slice of that size.
+        DriverError: `slice_bytes` is out of range, or the host has no address space for it.
     """
 
     def __init__(self, slice_bytes: int, at: int = 0) -> None:
@@ -307,7 +307,7 @@ class MemoryArena:
         self.shadow = Mapping((self.last_granule + 1) * _SHADOW_ENTRY_BYTES)
 
     def allocate(self, size_bytes: int) -> int:
-        """Allocate zeroed bytes and return their address. Raises OutOfMemory."""
+        """Allocate zeroed bytes and return their address. Raises OutOfMemory, or DriverError for no bytes."""
         if size_bytes <= 0:
             raise DriverError(f"an allocation must have at least 1 byte, not {size_bytes}")
         if size_bytes > self._slice_bytes:
@@ -322,7 +322,7 @@ class MemoryArena:
         return self.memory.address + offset
 
     def free(self, address: int) -> None:
-        """Free an allocation; its bytes become zeros and forbidden. Raises DriverError for any other address."""
+        """Free an allocation: zero its bytes, and forbid access to them. Raises DriverError for any other address."""
         offset = address - self.memory.address
         size = self._sizes.pop(offset, None)
         if size is None:

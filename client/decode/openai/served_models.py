@@ -148,10 +148,14 @@ class ManyModels:
 
     @contextmanager
     def _coming(self, tenant: str) -> Iterator[Callable[[], None]]:
-        """Count a request until its model is on the card, or the block ends. Raises AdmissionRefused."""
+        """Count a request until the block ends, or until the yielded function is called, which may be called twice.
+
+        Raises AdmissionRefused.
+        """
         config, is_counted = self._tenants[tenant], True
         if self.coming[tenant] >= config.max_concurrent + config.max_waiting:
-            detail = f"tenant {tenant}: {self.coming[tenant]} of its requests already wait; send it later"
+            waiting = f"{self.coming[tenant]} of its requests are already waiting"
+            detail = f"tenant {tenant}: {waiting}; send this request again later"
             raise AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
 
         def release() -> None:
@@ -179,7 +183,7 @@ class ManyModels:
 
     def _length_of(self, model: str, tenant: str) -> dict[str, int]:
         decoder, spec = self._pool.decoders.get(model), self._pool.specs[model]
-        # The context length of a model that was never loaded is unknown.
+        # The context length is unknown while the model has no open decoder, or its decoder does not have this tenant.
         if decoder is None or not DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).has_tenant(tenant):
             return {}
         return {"max_model_len": DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).room(tenant)}
@@ -187,7 +191,7 @@ class ManyModels:
     async def tokenizer(self, model: str) -> "Tokenizer":
         decoder = self._pool.decoders.get(model)
         if decoder is None:
-            # An internal error has ended the decoder after the request was submitted.
+            # An internal error ended the decoder after the request was submitted.
             raise decoder_closed()
         return await decoder.tokenizer()
 

@@ -620,10 +620,10 @@ class ContinuousBatchScheduler:
         """Return the refusal of a request that may not wait, with the obstacle as its reason."""
         config = tenant.config
         if is_queue_full:
-            reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests already wait"
+            reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests are already waiting"
         else:
             reason, detail = self._obstacle(tenant, UnadmittedRequest(request, 0.0, 0))
-        detail = f"tenant {config.id}: {detail}; send it later, or let it wait"
+        detail = f"tenant {config.id}: {detail}; send this request again later, or let it wait"
         return SchedulerEvent.AdmissionRejected(request, reason, detail)
 
     def _obstacle(self, tenant: TenantState, waiting: UnadmittedRequest) -> tuple[AdmissionReason, str]:
@@ -676,7 +676,7 @@ class ContinuousBatchScheduler:
             tenant = self.tenants[waiting.request.tenant_id]
             # Report the obstacle at the end of the wait, not at its beginning.
             kept_out_by, detail = self._obstacle(tenant, waiting)
-            detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed, send it later"
+            detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed; send it again later"
             reason = CompletionReason.DEADLINE_EXCEEDED
             events.append(SchedulerEvent.Completed(waiting.request, reason, kept_out_by=kept_out_by, detail=detail))
             self._dequeue(tenant, waiting)

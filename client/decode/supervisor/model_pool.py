@@ -576,7 +576,7 @@ def _error_of(refusal: Refuse) -> GpuLeaseError:
         case ModelRefusal.UNKNOWN:
             return UnknownModel("The model is no longer served here; GET /v1/models lists those that are.")
         case ModelRefusal.QUEUE_FULL:
-            text = "Too many requests already wait for the model; send it later."
+            text = "Too many requests are already waiting for the model; send this request again later."
         case ModelRefusal.WAITED_TOO_LONG:
             text = "The model is being loaded, or waits for room on the card; send the request again."
         case ModelRefusal.LOAD_FAILED:

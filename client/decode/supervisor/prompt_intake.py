@@ -79,10 +79,10 @@ class PromptIntake:
         config, count = tenant.config, len(tenant.live) + len(tenant.waiting)
         # Live, waiting and coming requests share the same places, so a request keeps its place when its state changes.
         if count + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
-            full = f"{config.max_waiting} of its requests are waiting"
+            full = f"{config.max_waiting} of its requests are already waiting"
             if not config.max_waiting:
-                full = f"{config.max_concurrent} of its sequences are in progress"
-            detail = f"tenant {tenant_id}: {full} already; send it later"
+                full = f"{config.max_concurrent} of its sequences are already in progress"
+            detail = f"tenant {tenant_id}: {full}; send this request again later"
             error = AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
             self._report(tenant_id, error)
             raise error

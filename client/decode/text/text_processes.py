@@ -110,7 +110,7 @@ class TextProcesses:
             await asyncio.wait((waiting.answer,), timeout=MAX_WAIT_S)
             # The wait limits only the time in the queue. Once a worker has the job, the job's own limits apply.
             if not waiting.is_started and not waiting.answer.done():
-                detail = f"no process was free for the text within {MAX_WAIT_S:g} s; send it later"
+                detail = f"no process was free for the text within {MAX_WAIT_S:g} s; send this request again later"
                 raise AdmissionRefused(AdmissionReason.POOL_EXHAUSTED, detail, None)
             answer = await waiting.answer
         finally:

@@ -149,7 +149,7 @@ class RpcServer:
             self._loop.add_reader(self._sock, self._accept)
 
     def _begin(self, method_id: int, payload: bytes, left_s: float | None) -> "asyncio.Future[Outcome]":
-        # The server answers this method itself; all others are models.
+        # The server answers DESCRIBE itself. All other methods go to the handler.
         if method_id == DESCRIBE:
             outcome: asyncio.Future[Outcome] = self._loop.create_future()
             outcome.set_result(Answer(DESCRIBE, self._describe()))

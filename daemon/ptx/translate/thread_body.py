@@ -36,16 +36,16 @@ class BodyTranslator(ThreadTranslator):
     """Translates the body of one kernel. Each instruction is translated by its form."""
 
     def translate(self, name: str) -> str:
-        """Return the function's IR, with this name. Raises ImageRejected."""
+        """Return the kernel's IR, as a function called `name`. Raises ImageRejected."""
         # Step 1: find the forms of all instructions, so that an unsupported one is refused before any other work.
         self._name = name
         body = self.function.instructions
         forms = [find_form(instruction, self.function.name) for instruction in body]
-        # Step 2: find the registers that must be saved at waits, and check the limit of values that LLVM must merge.
+        # Step 2: find the registers that must be saved at waits, and check that LLVM need not merge too many values.
         if self.waits.sites:
             self._find_live([form for form, _ in forms])
         self._check_merges([form for form, _ in forms])
-        # Step 3: translate the instructions in their order. Each basic block of the PTX begins a block of the IR.
+        # Step 3: translate the instructions in order. Each basic block of the PTX begins a block of the IR.
         starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")

@@ -103,14 +103,14 @@ SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the car
 SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of these copies.")
 AHEAD_DISCARDED: Final = _counter(
     "gpu_lease_park_ahead_discarded",
-    "Copies ahead of a park that were discarded, because the session was used before the park, or ended.",
+    "Copies ahead of a park that were discarded, because the session was used or ended before it was parked.",
     CARD,
 )
 AHEAD_DISCARDED_BYTES: Final = _counter(
     "gpu_lease_park_ahead_discarded_bytes", "Bytes that these copies had moved to the host's memory in vain.", CARD
 )
 SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions accepted, of every kind.")
-SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Requests of sessions that failed.")
+SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Failed requests of sessions.")
 SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts lost to a fault, including those of submits.")
 SESSION_BUSY_SECONDS: Final = _counter(
     "gpu_session_busy_seconds",
@@ -258,7 +258,7 @@ FORWARD_TOLD_SECONDS: Final = MetricFamily(
 )
 LEAKED_BYTES: Final = _gauge(
     "gpu_lease_leaked_bytes",
-    "Bytes in use that belong to no lease and no process, and were not in use at the start; must be 0.",
+    "Used bytes that no process holds and nothing accounts for, and differences between accounts; must be 0.",
 )
 FENCED_SLICES: Final = _gauge(
     "gpu_lease_fenced_slices", "Slices that are fenced because they could not be proved free."
@@ -274,7 +274,7 @@ CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "Bytes that leases h
 CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The largest lease that could be granted now.")
 CARD_OTHERS_BYTES: Final = _gauge(
     "gpulease_card_others_bytes",
-    "Bytes that the driver (`unowned`) or other programs (`outside`) took since the card was measured.",
+    "Bytes that the driver (`unowned`) or other programs (`outside`) have taken since the capacity was measured.",
     ("UUID", "holder"),
 )
 CARD_BUSY_RATIO: Final = _gauge(
@@ -313,9 +313,11 @@ FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "How often the fleet declared
 FLEET_UNREADABLE: Final = _counter("gpu_fleet_unreadable_values", "Values in etcd that could not be read.", ())
 FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by their result.", ("result",))
 FLEET_QUOTA_CLAIMS: Final = _counter(
-    "gpu_fleet_quota_claims", "Claims of bytes of tenants' quotas in the fleet, by their result.", ("result",)
+    "gpu_fleet_quota_claims", "Claims on tenants' byte quotas in the fleet, by result.", ("result",)
 )
-FLEET_STORE_BYTES: Final = _gauge("gpu_fleet_store_bytes", "Size of the largest database of etcd's members.", ())
+FLEET_STORE_BYTES: Final = _gauge(
+    "gpu_fleet_store_bytes", "Size of etcd's database, on the member where it is largest.", ()
+)
 FLEET_STORE_QUOTA_BYTES: Final = _gauge(
     "gpu_fleet_store_quota_bytes", "etcd's limit on this size, above which it accepts no heartbeat.", ()
 )

@@ -56,14 +56,16 @@ def play(
 def test_a_tenant_has_places_for_what_may_live_and_what_may_wait() -> None:
     intake, scheduler, refused = intake_of(None)
     with intake.place("ann"), intake.place("ann"), intake.place("ann"):
-        with pytest.raises(AdmissionRefused, match="QuotaExceeded: tenant ann: 2 of its requests are waiting already"):
+        with pytest.raises(AdmissionRefused, match="QuotaExceeded: tenant ann: 2 of its requests are already waiting"):
             intake.place("ann").__enter__()
         # Nobody else's places are taken.
         with intake.place("bob"):
             assert intake.coming == {"ann": 3, "bob": 1}
     assert refused == [
         PromptRefused(
-            "ann", "QuotaExceeded", "QuotaExceeded: tenant ann: 2 of its requests are waiting already; send it later"
+            "ann",
+            "QuotaExceeded",
+            "QuotaExceeded: tenant ann: 2 of its requests are already waiting; send this request again later",
         )
     ]
     # Those that the scheduler has count as well.

@@ -107,7 +107,7 @@ REFUSALS: list[tuple[Callable[[ContinuousBatchScheduler], Any], dict[str, Any], 
         lambda s: fill(s, live=2, waiting=2),
         {"wait_s": 9},
         AdmissionReason.QUOTA_EXCEEDED,
-        "2 of its requests already wait",
+        "2 of its requests are already waiting",
     ),
     (
         lambda s: fill(s, live=1, blocks=3),

@@ -94,7 +94,7 @@ def test_requests_whose_bodies_are_read_or_whose_models_come_are_limited_by_tena
         ann = TenantConfig("ann", 1, 4, max_waiting=1)
         models = ManyModels(ModelPool({}, ResidencyLimits(1)), [ann], 1.0)
         async with models.place("ann"), models.place("ann"):
-            with pytest.raises(AdmissionRefused, match="2 of its requests already wait"):
+            with pytest.raises(AdmissionRefused, match="2 of its requests are already waiting"):
                 await models.place("ann").__aenter__()
         async with models.place("ann"):
             assert models.coming["ann"] == 1
