@@ -7,6 +7,7 @@ that names a region ends only that region here, whatever operation the reply was
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import Any, Final
 
 from gpulease.client.core.attachment import Attachment
@@ -173,11 +174,20 @@ class RegionHandle(LeaseHandle):
             yield Sleep(back_off_s(polls, FIRST_RETURN_POLL_S, LAST_RETURN_POLL_S))
             polls += 1
 
-    def _control(self, op: Opcode, body: Body, **how: Any) -> Procedure[Any]:
+    def _control(
+        self,
+        op: Opcode,
+        body: Body,
+        *,
+        waits_for_daemon: bool = True,
+        clean_up: ReplyCleanUp | None = None,
+        most_s: float = inf,
+    ) -> Procedure[Any]:
         # A lease's end is its regions' end, even if no failure has named the region.
         if self.end_failure is None:
             self.end_failure = self.parent.end_failure
-        return (yield from super()._control(op, body, **how))
+        ask = super()._control
+        return (yield from ask(op, body, waits_for_daemon=waits_for_daemon, clean_up=clean_up, most_s=most_s))
 
 
 class RegionView(BorrowedBuffer):

@@ -311,7 +311,8 @@ def _serve_on_lease(
         # Step 4. Everything that can fail without an effect, such as loading, comes before `start`.
         guest = effects.use_grant(owner)
         if guest is not None:
-            # A module that can't be loaded is not an effect, so the request may be retried with the same id.
+            # A module that can't be loaded is not an effect, so the request may be retried with the same id. Hold the
+            # module until the end, because the owner's token may not permit unloading it.
             module = guest.module_load(module_bytes)
             args = _arguments(kernel, request, memory)
             # The point of no return is durable in the store before the launch. From here on any failure is the outcome.
