@@ -37,6 +37,10 @@ class Health:
         is_listening: Whether the daemon listens. The service sets it.
         listening_problem: Returns why clients can't connect at an address, "" if they can. The service sets it.
         cards_warning: What operators and tenants should know about the cards. The service sets it.
+        missing_cards: The settings that name cards which this host does not have now, "" if none does. The service
+          sets it.
+        memory_warning: Returns which setting needs more memory than the host has now, "" if none does. The service
+          sets it.
         fleet: The node's fleet; None if it belongs to none. The service sets it.
     """
 
@@ -51,6 +55,8 @@ class Health:
         self.is_listening = False
         self.listening_problem: Callable[[], str] = str
         self.cards_warning = ""
+        self.missing_cards = ""
+        self.memory_warning: Callable[[], str] = str
         self.fleet: FleetFrontend | None = None
         self._table = table
         self._workers = workers
@@ -81,8 +87,11 @@ class Health:
         problem = "the node is drained" if self._table.drain_ns is not None else "every card is drained"
         yield _check("not_draining", problem if self._table.grants_nothing else "")
         yield _check("capacity", self._capacity_problem())
-        yield HealthCheck("cards", True, self.cards_warning)
-        yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")
+        yield HealthCheck("cards", True, "; ".join(filter(None, (self.cards_warning, self.missing_cards))))
+        if self._memory_reserve.is_short:
+            yield HealthCheck("memory", False, "the daemon is out of memory")
+        else:
+            yield HealthCheck("memory", True, self.memory_warning())
         yield _check("journal", self._journal.problem())
         # Unless the operator requires the audit log, leases are granted without it.
         yield HealthCheck("audit", self._recorder.denial() is None, self._recorder.problem())

@@ -34,13 +34,14 @@ from gpulease.daemon.config.settings import (
     ConfigError,
     OnStop,
     changed_hands,
-    check_devices,
     check_park_memory,
     check_worker_user,
+    missing_devices,
+    park_memory_problem,
 )
 from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
-from gpulease.daemon.host.memory_limit import memory_limit
+from gpulease.daemon.host.memory_limit import group_memory_limit, host_memory
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
@@ -130,8 +131,8 @@ async def running_service(config: Config, sockets: Sequence[GivenSocket] = ()) -
         facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("this host has no card", hint="Start with --driver cpu to emulate one.")
-        # Refuse settings that need cards, users or memory that this host does not have now, before workers start.
-        _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
+        # Before workers start, refuse settings that this host does not allow. A card or memory that is missing now may
+        # be there later, so that is only reported: see `_report_missing`.
         _check_worker_user(config)
         _check_park_memory(config)
         await _start_workers(workers, state, source)
@@ -198,6 +199,7 @@ class Service:
         self._restoring = PeriodicTask(self._restore_sockets, CHECK_INTERVAL_S, log_restoring_fault)
         self.on_new_sockets: Callable[[Collection[Address]], Awaitable[None]] | None = None
         self.runtime.health.cards_warning = source.warning
+        self.runtime.health.memory_warning = lambda: park_memory_problem(config.limits, host_memory())
         self.runtime.health.listening_problem = self._listeners.problem
         self._tls: TlsFrontend | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
@@ -241,6 +243,7 @@ class Service:
         # First prepare for a lack of memory, then take over the leases, and only then let peers connect: a peer must
         # never see a table without the leases that continue.
         self.runtime.memory_reserve.release_on_memory_error(asyncio.get_running_loop())
+        self._report_missing()
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         await self.runtime.card_watch.start()
         if self._tls is not None:
@@ -335,12 +338,7 @@ class Service:
         Args:
             config: The settings in their file now.
             token_digest: The digest of the web page's token in its file now; b"" if there is none.
-
-        Raises:
-            ConfigError: One of a tenant's cards is missing on this host. Then nothing has changed.
         """
-        # Check everything that can fail before anything changes.
-        _check_devices(config, self._cards)
         # If a local user or a certificate has another tenant name now, nobody may get the contexts of that name's
         # former owner.
         by_uid = (self._config.tenant_of_uid, config.tenant_of_uid)
@@ -361,6 +359,16 @@ class Service:
             self._web.set_token(token_digest)
             self._config = replace(self._config, http_token_file=config.http_token_file)
         self._recorder.reloaded(config_digest(self._config))
+        self._report_missing()
+
+    def _report_missing(self) -> None:
+        """Log each setting that needs a card or memory that this host does not have now, and report it as health."""
+        health = self.runtime.health
+        missing = missing_devices(self._config.limits.tenants, self._cards)
+        health.missing_cards = "; ".join(missing)
+        for reason in (*missing, health.memory_warning()):
+            if reason:
+                log_event(LogEvent.SETTING_BEYOND_HOST, reason=reason)
 
     # --- stop ---
 
@@ -573,13 +581,6 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
     return cards
 
 
-def _check_devices(config: Config, cards: Sequence[Card]) -> None:
-    try:
-        check_devices(config.limits.tenants, cards)
-    except ValueError as error:
-        raise ConfigError(f"setting {error}") from None
-
-
 def _check_worker_user(config: Config) -> None:
     if config.worker_user is None or Measure.USER in config.sandbox_without:
         return
@@ -591,7 +592,7 @@ def _check_worker_user(config: Config) -> None:
 
 def _check_park_memory(config: Config) -> None:
     try:
-        check_park_memory(config.limits, memory_limit())
+        check_park_memory(config.limits, group_memory_limit())
     except ValueError as error:
         raise ConfigError(f"setting {error}") from None
 

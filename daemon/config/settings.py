@@ -723,16 +723,19 @@ def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
             )
 
 
-def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
-    """Check that this host has each card that a tenant may use. Raises ValueError for the first missing card."""
+def missing_devices(rules: TenantRules, cards: Iterable[Card]) -> list[str]:
+    """Return a sentence for each tenant's card that this host does not have now.
+
+    The settings may be right: a card can be missing because it failed, and be back after the next boot.
+    """
     card_list = list(cards)
-    for name, bounds in _named_bounds(rules):
-        for selector in bounds.devices or ():
-            if not any(card.answers_to(selector) for card in card_list):
-                listed = ", ".join(f"{card.index} ({card.uuid})" for card in card_list[:MAX_CARDS_NAMED])
-                raise ValueError(
-                    f"tenants: devices of {name!r} contains {selector!r}; the cards of this host are {listed}"
-                )
+    listed = ", ".join(f"{card.index} ({card.uuid})" for card in card_list[:MAX_CARDS_NAMED])
+    return [
+        f"tenants: devices of {name!r} contains {selector!r}; the cards of this host are {listed}"
+        for name, bounds in _named_bounds(rules)
+        for selector in bounds.devices or ()
+        if not any(card.answers_to(selector) for card in card_list)
+    ]
 
 
 def check_worker_user(name: str) -> None:
@@ -749,13 +752,31 @@ def check_worker_user(name: str) -> None:
         raise ValueError(f"worker_user: {name!r} is root; name a user without rights")
 
 
-def check_park_memory(limits: CoreLimits, most: MemoryLimit) -> None:
-    """Check that the bytes that sessions may park fit into memory. Raises ValueError."""
-    if limits.park_memory_bytes > most.size_bytes:
+def check_park_memory(limits: CoreLimits, most: MemoryLimit | None) -> None:
+    """Check that the daemon's control groups allow the bytes that sessions may park. Raises ValueError.
+
+    Args:
+        limits: The settings.
+        most: The lowest limit of those groups, which only an operator changes; None if there is no limit.
+    """
+    if most is not None and limits.park_memory_bytes > most.size_bytes:
         raise ValueError(
             f"limits.park_memory must be at most {size_text(most.size_bytes)}, {most.source}, not "
             f"{size_text(limits.park_memory_bytes)}; leave some memory for the host's programs"
         )
+
+
+def park_memory_problem(limits: CoreLimits, host: MemoryLimit) -> str:
+    """Return a sentence if sessions may park more bytes than the host has now, else "".
+
+    The settings may be right: the memory of a virtual machine may grow as it is used.
+    """
+    if limits.park_memory_bytes <= host.size_bytes:
+        return ""
+    return (
+        f"limits.park_memory is {size_text(limits.park_memory_bytes)}, but {host.source} is only "
+        f"{size_text(host.size_bytes)}"
+    )
 
 
 def changed_hands(

@@ -1,4 +1,4 @@
-"""The most memory that this process and its children can use: the host's, or less if a control group allows less.
+"""The most memory that this process and its children can use: the host's memory, and the limit of control groups.
 
 Control groups are described in the kernel's "Control Group v2" (memory.max) and in its documents of version 1
 (memory.limit_in_bytes). A limit of any group above a process's own applies to that process, too.
@@ -26,10 +26,14 @@ class MemoryLimit(NamedTuple):
     source: str
 
 
-def memory_limit(proc: Path = Path("/proc/self")) -> MemoryLimit:
-    """Return the lowest limit that applies to the process whose folder in /proc is `proc`."""
-    host = MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this host's memory")
-    return min((host, *_group_limits(proc)), key=lambda limit: limit.size_bytes)
+def host_memory() -> MemoryLimit:
+    """Return the host's memory. It may grow and shrink: a virtual machine's memory, or a host's memory modules."""
+    return MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this host's memory")
+
+
+def group_memory_limit(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
+    """Return the lowest limit of the control groups of the process whose folder in /proc is `proc`; None for none."""
+    return min(_group_limits(proc), key=lambda limit: limit.size_bytes, default=None)
 
 
 def _group_limits(proc: Path) -> Iterator[MemoryLimit]:

@@ -367,7 +367,7 @@ class CoreLimits:
         int,
         Setting(
             "Host memory that holds the bytes of parked sessions; 0: no session is parked. The daemon does not start if"
-            " the host, or the daemon's control group, has less memory.",
+            " its control group allows less memory. If the host has less, the daemon logs a warning.",
             key="park_memory",
             what="a size",
             read=lambda value: 0 if value == 0 and value is not False else read_size(value),

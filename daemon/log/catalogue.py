@@ -266,6 +266,9 @@ class LogEvent(Enum):
     CARDS_AWAITED = LogKind(
         "cards.awaited", WARNING, "the cards can't be used yet; the daemon retries", ("reason", "hint", "patience_s")
     )
+    SETTING_BEYOND_HOST = LogKind(
+        "setting.beyond_host", WARNING, "a setting needs cards or memory that this host does not have now", ("reason",)
+    )
     SETTINGS_READ = LogKind("settings.read", INFO, "settings reloaded", ("waiting",))
     SETTINGS_KEPT = LogKind(
         "settings.kept", ERROR, "the settings were not reloaded: the old ones stay in effect", ("reason",)

@@ -3,6 +3,7 @@
 Its exit status tells a service manager whether to retry.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import Denied, GpuSession
+from gpulease.client.sync.driver import ask
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
 
@@ -103,21 +107,36 @@ def test_a_file_where_the_folder_of_the_zygotes_is(tmp_path: Path, make: Callabl
     check_sentence(output, "state/zygotes must be a folder. Move away what has this path.")
 
 
-@pytest.mark.exhaustive
-def test_tenants_whose_cards_are_not_there(tmp_path: Path) -> None:
-    settings = tmp_path / "config.toml"
-    settings.write_text('vram = ["1GiB", "1GiB"]\n[tenants.default]\ndevices = [99]\n')
-    status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
-    assert status == os.EX_CONFIG
-    check_sentence(output, "devices of 'default' contains '99'; the cards of this host are 0 .GPU-.*, 1")
-
-
-def test_more_memory_for_parked_sessions_than_the_host_has(tmp_path: Path) -> None:
-    settings = tmp_path / "config.toml"
-    settings.write_text('[limits]\npark_memory = "1000TiB"\n')
-    status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
-    assert status == os.EX_CONFIG
-    check_sentence(output, "limits.park_memory must be at most .* GiB.*, not .*1024000.0 GiB")
+@pytest.mark.parametrize(
+    ("config", "check", "reason"),
+    [
+        (
+            "[tenants.default]\ndevices = [0, 99]\n",
+            "cards",
+            "devices of 'default' contains '99'; the cards of this host",
+        ),
+        (
+            '[limits]\npark_memory = "1000TiB"\n',
+            "memory",
+            "limits.park_memory is .*1024000.0 GiB.*, but this host's memory",
+        ),
+    ],
+    ids=["a missing card", "more memory than the host has"],
+)
+def test_a_setting_for_what_the_host_lacks_now_is_only_reported(
+    start_daemon: Callable[..., Daemon], config: str, check: str, reason: str
+) -> None:
+    daemon = start_daemon(config=config, log_format="json")
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+    health = ask(Opcode.HEALTH, Empty(), daemon.address).report
+    (found,) = [entry for entry in health["checks"] if entry["check"] == check]
+    assert (health["ready"], found["ok"]) == (True, True)
+    assert re.search(reason, found["detail"])
+    records = [json.loads(line) for line in daemon.log().splitlines()]
+    (record,) = [record for record in records if record["event"] == "setting.beyond_host"]
+    assert record["level"] == "warning"
+    assert re.search(reason, record["reason"])
 
 
 @pytest.mark.exhaustive

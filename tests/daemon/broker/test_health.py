@@ -85,6 +85,14 @@ def test_a_log_that_nobody_demands_is_looked_after_all_the_same() -> None:
     assert report["checks"][-1] == {"check": "audit", "ok": True, "detail": "No space left on device"}
 
 
+def test_what_the_host_lacks_for_the_settings_is_shown_although_leases_are_granted() -> None:
+    made = health()
+    made.cards_warning, made.missing_cards, made.memory_warning = "emulated", "no card 7", lambda: "64 GiB of 32"
+    report = made.report()
+    details = {check["check"]: check["detail"] for check in report["checks"]}
+    assert (report["ready"], details["cards"], details["memory"]) == (True, "emulated; no card 7", "64 GiB of 32")
+
+
 def test_workers_of_an_earlier_version_are_worth_a_word() -> None:
     workers = [SimpleNamespace(earlier_version=version) for version in ("", "0.1", "0.1", "0.2")]
     report = health(workers=workers).report()

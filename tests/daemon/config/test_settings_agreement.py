@@ -4,10 +4,11 @@ import pytest
 
 from gpulease.daemon.config.settings import (
     ConfigError,
-    check_devices,
     check_park_memory,
     check_worker_user,
     load_config,
+    missing_devices,
+    park_memory_problem,
 )
 from gpulease.daemon.host.memory_limit import MemoryLimit
 from gpulease.daemon.leases import Card, CoreLimits
@@ -64,11 +65,10 @@ def test_what_is_said_of_somebody(tmp_path: Path, text: str) -> None:
 
 def test_cards_are_named_as_tenants_name_them() -> None:
     cards = [Card("GPU-ab12", 0, "A", 100, 10), Card("MIG-cd34", 1, "B", 100, 10)]
-    check_devices(TenantRules(TenantLimits(devices=("0", "gpu-AB12", "ab12", "MIG-cd34"))), cards)
-    with pytest.raises(
-        ValueError, match=r"devices of 'ann' contains 'GPU-zz'; the cards of this host are 0 \(GPU-ab12\), 1"
-    ):
-        check_devices(TenantRules(by_name={"ann": TenantLimits(devices=("0", "GPU-zz"))}), cards)
+    assert missing_devices(TenantRules(TenantLimits(devices=("0", "gpu-AB12", "ab12", "MIG-cd34"))), cards) == []
+    assert missing_devices(TenantRules(by_name={"ann": TenantLimits(devices=("0", "GPU-zz"))}), cards) == [
+        "tenants: devices of 'ann' contains 'GPU-zz'; the cards of this host are 0 (GPU-ab12), 1 (MIG-cd34)"
+    ]
 
 
 def test_workers_are_a_user_who_is_there_and_not_root() -> None:
@@ -81,7 +81,17 @@ def test_workers_are_a_user_who_is_there_and_not_root() -> None:
             check_worker_user(name)
 
 
-def test_parked_bytes_fit_into_the_hosts_memory() -> None:
+def test_parked_bytes_beyond_the_hosts_memory_are_reported() -> None:
+    host = MemoryLimit(64 << 30, "this host's memory")
+    assert park_memory_problem(CoreLimits(park_memory_bytes=64 << 30), host) == ""
+    assert park_memory_problem(CoreLimits(park_memory_bytes=65 << 30), host) == (
+        "limits.park_memory is 69793218560 bytes (65.0 GiB), "
+        "but this host's memory is only 68719476736 bytes (64.0 GiB)"
+    )
+
+
+def test_parked_bytes_fit_into_the_control_groups_limit() -> None:
+    check_park_memory(CoreLimits(park_memory_bytes=1 << 60), None)
     most = MemoryLimit(64 << 30, "the limit in /sys/fs/cgroup/a/memory.max")
     check_park_memory(CoreLimits(park_memory_bytes=64 << 30), most)
     said = (

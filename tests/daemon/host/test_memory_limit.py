@@ -1,13 +1,11 @@
 """The memory limit of a process: files as the kernel writes them, read from real folders."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.host.memory_limit import MemoryLimit, memory_limit
+from gpulease.daemon.host.memory_limit import MemoryLimit, group_memory_limit, host_memory
 
-HOST = MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this host's memory")
 MIB = 1 << 20
 
 
@@ -34,8 +32,8 @@ def test_version_2_counts_every_group_up_to_the_root(
     mount = f"{tmp_path}/cg"
     files = {"cg/a/memory.max": outer, "cg/a/b/memory.max": inner, "cg/other/memory.max": str(MIB)}
     proc = a_process(tmp_path, f"31 23 0:30 / {mount} rw - cgroup2 cgroup2 rw\n", "0::/a/b\n", **files)
-    expected = HOST if least is None else MemoryLimit(least[1] * MIB, f"the limit in {mount}/{least[0]}/memory.max")
-    assert memory_limit(proc) == expected
+    expected = None if least is None else MemoryLimit(least[1] * MIB, f"the limit in {mount}/{least[0]}/memory.max")
+    assert group_memory_limit(proc) == expected
 
 
 def test_version_1_counts_the_hierarchy_of_memory_only(tmp_path: Path) -> None:
@@ -50,16 +48,22 @@ def test_version_1_counts_the_hierarchy_of_memory_only(tmp_path: Path) -> None:
         "my memory/a/memory.limit_in_bytes": str(5 * MIB),
     }
     proc = a_process(tmp_path, mounts, "4:cpu:/a\n3:memory:/a\n0::/\n", **files)
-    assert memory_limit(proc) == MemoryLimit(5 * MIB, f"the limit in {tmp_path}/my memory/a/memory.limit_in_bytes")
+    assert group_memory_limit(proc) == MemoryLimit(
+        5 * MIB, f"the limit in {tmp_path}/my memory/a/memory.limit_in_bytes"
+    )
 
 
 @pytest.mark.parametrize("path", ["/docker/x", "/docker/x/inner", "/"])
 def test_a_container_whose_mount_begins_at_its_own_group(tmp_path: Path, path: str) -> None:
     mounts = f"31 23 0:30 /docker/x {tmp_path}/cg rw - cgroup cgroup rw,memory\n"
     proc = a_process(tmp_path, mounts, f"3:memory:{path}\n", **{"cg/memory.limit_in_bytes": str(7 * MIB)})
-    assert memory_limit(proc).size_bytes == 7 * MIB
+    assert group_memory_limit(proc) == MemoryLimit(7 * MIB, f"the limit in {tmp_path}/cg/memory.limit_in_bytes")
 
 
-def test_without_control_groups_it_is_the_hosts(tmp_path: Path) -> None:
-    assert memory_limit(tmp_path / "none") == HOST
-    assert memory_limit().size_bytes <= HOST.size_bytes
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert group_memory_limit(tmp_path / "none") is None
+
+
+def test_the_hosts_memory_is_that_of_meminfo() -> None:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    assert host_memory() == MemoryLimit(int(fields["MemTotal"].split()[0]) * 1024, "this host's memory")

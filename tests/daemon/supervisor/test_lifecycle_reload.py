@@ -14,7 +14,7 @@ from helpers.free_ports import free_port
 from helpers.service_manager import ServiceManager
 from helpers.waiting import wait_until
 
-BAD_RULES = ("max_leases = 0", "devices = [99]")
+BAD_RULES = ("max_leases = 0", "devices = []")
 
 
 @pytest.mark.parametrize(
