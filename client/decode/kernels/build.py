@@ -1,7 +1,7 @@
 """Compile the decode engine's kernels: `python -m gpulease.client.decode.kernels.build [FOLDER]`.
 
-For developers, with Triton installed (`pip install '.[kernels]'`); no GPU is needed. It writes a PTX file for each
-kernel, and `manifest.json`, which describes how to launch each. The package contains these files.
+Developers run this with Triton installed (`pip install '.[kernels]'`). No GPU is needed. The build writes a PTX file
+for each kernel, and `manifest.json`, which says how to launch them. The package contains these files.
 """
 
 import json
@@ -19,19 +19,18 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gpulease.client.decode.kernels import gluon_source, triton_source
 
 TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
-"""The targets by name. Kernels for sm_80 use mma, ldmatrix and cp.async, which every later card and the embedded driver
-support. Those for sm_90a use wgmma, which only cards of compute capability 9.0 support; its results have the same bits
-as mma's.
+"""Targets by name. Kernels for sm_80 use mma, ldmatrix and cp.async, which every later card and the embedded driver
+support. Kernels for sm_90a use wgmma, which only cards of compute capability 9.0 support. Both give the same bits.
 """
 
 PTX_VERSION: Final = 88
 """PTX ISA 8.8, which drivers of CUDA 12.9 and later accept."""
 
 HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
-"""Dimensions of attention heads for which kernels are compiled."""
+"""Widths of attention heads for which kernels are compiled."""
 
 HEADS: Final = 16
-"""Maximum number of query heads per key head: the rows of one matrix instruction."""
+"""Maximum number of query heads per key head. One matrix instruction has this many rows."""
 
 ATTEND_TILES: Final = {
     32: (32, 1, 2, None),
@@ -41,18 +40,18 @@ ATTEND_TILES: Final = {
     128: (64, 4, 3, 112),
     256: (32, 4, 2, None),
 }
-"""Attention's tile by the width of heads: positions read at once, a divisor of SPLIT; warps; pipeline stages; registers
-per thread, None for no limit.
+"""Attention's tile for each width of heads: positions read at once, a divisor of SPLIT; warps; pipeline stages; limit
+of registers per thread, or None.
 """
 
 AHEAD_TILES: Final = {64: (4, 96)}
-"""Warps and registers of `attend_ahead` and `attend_whole_ahead`, by the width of heads. In these kernels the rows of a
-matrix instruction are positions, and a split is one tile. (H200, 256 rows, position 128: 21.7 us with 4 warps, 23.1
-with 2, 30.0 with 1.)
+"""Warps and registers of `attend_ahead` and `attend_whole_ahead`, for each width of heads that has these kernels. In
+them, the rows of a matrix instruction are positions, and a split is one tile. Measured on an H200 with 256 rows at
+position 128: 21.7 us with 4 warps, 23.1 us with 2, 30.0 us with 1.
 """
 
 AHEAD_HEADS: Final = 8
-"""Query heads that one program of these kernels computes: the columns of one matrix instruction."""
+"""Query heads that one program of `attend_ahead` computes. One matrix instruction has this many columns."""
 
 SHORT: Final = 32
 """Maximum number of positions in the smaller tile that `attend_whole_ahead` uses for the end of a sequence."""
@@ -65,36 +64,37 @@ PROMPT_TILES: Final = {
     128: (32, 4, 3, None),
     256: (32, 8, 2, None),
 }
-"""Tiles of a prompt's rows, by the width of heads: lanes (the tile's rows times the query heads per key head); warps;
-stages; registers. The positions read at once, which determine the rounding, are those of ATTEND_TILES.
+"""`attend_prompt`'s tile for each width of heads: lanes; warps; pipeline stages; limit of registers per thread, or
+None. A tile's lanes are its rows times the query heads per key head. The number of positions read at once determines
+the rounding, so it is that of ATTEND_TILES.
 """
 
 FP8: Final = {"FP8": 1}
-"""The constant of kernels for keys and values in float8 e4m3, where they share their source with those for bf16."""
+"""The constant that makes a kernel's source use keys and values in float8 e4m3 instead of bf16."""
 
 ROPE_HEADS: Final = 8
 """Heads that one program rotates. With more, a step of one row would have too few programs to fill the GPU."""
 
 ROPE_REGISTERS: Final = 64
-"""Registers of a thread that rotates, for the loads of up to 8 parts at once. (H200, one row, a rotation alone: 1.0 us
-instead of 1.7.)"""
+"""Registers per thread of `rope_append`, enough to load 8 parts at once. Measured on an H200 with one row: 1.0 us
+instead of 1.7 us."""
 
 SCAN_REGISTERS: Final = 64
-"""Registers of a thread of `scan`. With the 80 that it takes without a limit, fewer programs run at once. (H200, 256
-rows: 58 us instead of 65.)"""
+"""Registers per thread of `scan`. Without this limit the compiler uses 80, and fewer programs run at once. Measured on
+an H200 with 256 rows: 58 us instead of 65 us."""
 
 SPLIT: Final = 128
-"""Positions of a sequence in one part of its attention."""
+"""Positions in one split. Attention divides a sequence into splits and adds their results in ascending order."""
 
 CUT_ROWS: Final = 1024
-"""Maximum number of rows of a step whose tiles may be cut: one program reads all of them at once."""
+"""Maximum number of a step's rows for which `cut_spans` may cut tiles. One program reads all rows at once."""
 
 COMBINED: Final = 32
-"""Number of splits for which `combine` computes the rescaling at once: one for each lane of its warp."""
+"""Number of splits for which `combine` computes the factors at once, one for each lane of its warp."""
 
 COMBINE_UNROLLED: Final = 8
-"""Number of splits that `combine` loads together if there are that many, so that it waits for memory only once. (H200,
-one sequence of 32,000 positions, Llama-3.2-1B's shape: 0.19 ms a step by 8 at once, 0.28 by 16, 0.74 one by one.)
+"""Number of splits that `combine` loads before it waits for memory. Measured on an H200 with one sequence of 32,000
+positions and Llama-3.2-1B's shape: 0.19 ms per step with 8 splits, 0.28 ms with 16, 0.74 ms with 1.
 """
 
 Tile = tuple[int, int, int, int, int]
@@ -108,7 +108,7 @@ LINEAR_SILU_TILES: Final[dict[str, Tile]] = {
     "128": (128, 32, 64, 4, 4),
 }
 EXPERT_TILES: Final = ("16", "64")
-"""Names of the tiles for experts. A tile has rows of a single expert, so larger tiles would be mostly empty."""
+"""Names of the tiles for experts. All rows of a tile are of one expert, so a larger tile would be mostly empty."""
 
 LINEAR_TILES_SM_90A: Final[dict[str, Tile]] = {
     "64x64": (64, 64, 64, 5, 4),
@@ -124,38 +124,40 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
 IN_TURNS_TILES_SM_90A: Final[dict[str, Tile]] = {"128x128": (128, 128, 64, 6, 8), "128x256": (128, 256, 64, 4, 8)}
 GATED_IN_TURNS_TILES_SM_90A: Final[dict[str, Tile]] = {"128x128": (128, 128, 64, 4, 8)}
 COPIERS: Final = 4
-"""Number of additional warps of these tiles that only copy; the others multiply."""
+"""Number of additional warps in the tiles above that copy and do not multiply."""
 
 COPIER_REGISTERS: Final = 88
-"""Registers of a thread that copies: one address for each row of its tiles."""
+"""Registers of a thread that copies. It needs one address for each row of its tiles."""
 
 IN_TURNS_REGISTERS: Final = 168
-"""Registers per thread on average: all 65,536 of a multiprocessor for its 384 threads."""
+"""Average registers per thread, so that the program's 384 threads use all 65,536 registers of a multiprocessor."""
 
 NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
-"""Columns that a norm reads at once, and its warps. Large blocks are faster, but leave lanes idle for small models."""
+"""Warps of a norm, by the number of columns that it reads at once. Large blocks are faster, but leave lanes idle in
+small models.
+"""
 
 NORM_REGISTERS: Final = 96
-"""Registers of a norm's thread, for the loads of up to 8 parts at once. Without a limit the driver's compiler takes
-half as many, and loads a linear's parts one after the other. (H200, one row, a norm alone: 2.2 us instead of 1.8.)"""
+"""Registers per thread of a norm, enough to load 8 parts at once. Without this number the driver's compiler uses half
+as many, and loads a linear's parts one after the other. Measured on an H200 with one row: 1.8 us instead of 2.2 us."""
 
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
-"""Instructions with results that the PTX ISA does not define exactly, or that ptxas may fuse into others."""
+"""Matches instructions whose results the PTX ISA does not define exactly, or which ptxas may fuse with others."""
 
 FUSED: Final = ("silu", "gelu")
-"""Parts of the names of the kernels whose source contains fused sums (`quotient`). An explicit fma.rn.f32 has the same
-bits on every card and on the embedded driver."""
+"""Kernels with one of these parts in their name may contain fma.rn.f32, because `quotient` uses it explicitly. An
+explicit fma.rn.f32 has the same bits on every card and on the embedded driver."""
 
 _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": "*i8", "u": "*u8"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile: its function, the types of its parameters and its constants by name, its warps and stages.
+    """A kernel to compile.
 
-    A parameter of the function without a type and without a constant is None in the kernel, which then lacks it.
-
-    `registers` is the limit per thread. Without one, the compiler takes few, for many threads.
+    `types` and `constants` are by the name of the function's parameter. A parameter in neither of them is None, and the
+    compiled kernel does not have it. `divisible` names the integers that are multiples of 16. `registers` is the limit
+    per thread, or None to let the compiler choose.
     """
 
     function: Any
@@ -173,7 +175,7 @@ def jobs() -> dict[str, Job]:
     s, g = triton_source, gluon_source
     scanned = "bests:f tokens:w totals:f"
     norm = "weight:f splits stride D eps:fp32"
-    # Kernels that are independent of the model's shape: one file each.
+    # Kernels that do not depend on the model's shape have one file each.
     compiled = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
         "embed_scaled": Job(
@@ -232,7 +234,7 @@ def jobs() -> dict[str, Job]:
             warps=8,
         ),
     }
-    # One function gives several files, one per tile. A file's name is the kernel's name in the manifest.
+    # The other functions are compiled to one file per tile. A file's name is the kernel's name in the manifest.
     for block, warps in NORM_BLOCKS.items():
         for name, function, outer in (
             ("add_rmsnorm", s.add_rmsnorm, ""),
@@ -246,7 +248,7 @@ def jobs() -> dict[str, Job]:
                 divisible=("stride", "D"),
                 registers=NORM_REGISTERS,
             )
-    # Linears in several tiles, and for cards of compute capability 9.0 in tiles with wgmma.
+    # Linears are compiled for several tiles, and again with wgmma for cards of compute capability 9.0.
     for target, linear, silu in (
         ("sm_80", LINEAR_TILES, LINEAR_SILU_TILES),
         ("sm_90a", LINEAR_TILES_SM_90A, LINEAR_SILU_TILES_SM_90A),
@@ -285,8 +287,8 @@ def jobs() -> dict[str, Job]:
 
 def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
     rows, columns, depth, stages, warps = tile
-    # The manifest lists parameters in this order. `weights` (the weights, with their scales and zeros if they have any)
-    # come between x and R.
+    # The manifest lists parameters in this order. `weights` are the types of the weights and, if they have any, of
+    # their scales and zeros.
     types = _types(f"parts:f x:b {weights} R N K chunk")
     return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
 
@@ -329,15 +331,15 @@ def _attention_jobs(width: int) -> dict[str, Job]:
             registers=ROPE_REGISTERS,
         ),
     }
-    # Rows with a window do not see enough to be cut.
+    # There are no spans with a window, because a row with a window sees too few positions to be cut.
     read_spans = f"x:b {partials} q:b rows:w tables:w spans:w {cache} table_blocks H G scale:fp32"
     compiled |= {
         f"attend_spans_{width}": _attend_prompt(s.attend_spans, width, _types(read_spans)),
         f"attend_row_spans_{width}": _attend(s.attend_row_spans, width, _types(read_spans)),
         f"combine_spans_{width}": _combine(width, _types(f"x:b {partials} rows:w H cuts:w")),
     }
-    # Keys and values in FP8. These kernels always have a window, which is not smaller than a sequence if there is none:
-    # the comparison takes little time. The parts are combined like those of bf16.
+    # Keys and values in FP8. These kernels always have a window. For a model without one, the window is at least as
+    # long as the sequence. The splits are combined by the kernels for bf16.
     append = compiled[f"rope_append_{width}"]
     compiled |= {
         f"rope_append_fp8_{width}": replace(append, constants=append.constants | FP8),
@@ -408,7 +410,7 @@ def _types(text: str) -> dict[str, str]:
 
 def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
     """Compile one kernel. Returns its PTX and its entry in the manifest."""
-    # 16-byte alignment of pointers and strides lets Triton use vector loads and cp.async; every launch guarantees it.
+    # Triton uses vector loads and cp.async if pointers and strides are multiples of 16. Every launch guarantees this.
     names = job.function.arg_names
     aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in job.divisible]
     # Compile without a launch: types, constants and alignment are given instead of arguments.
@@ -419,7 +421,7 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
         constexprs={(names.index(n),): job.constants.get(n) for n in names if n not in job.types},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    # No fused multiply-add: a fused sum rounds once where the embedded driver rounds twice.
+    # A fused multiply-add rounds once where the embedded driver rounds twice, so fusion is off.
     options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
     if job.registers:
         options["maxnreg"] = job.registers
@@ -456,7 +458,7 @@ def _without_debug(ptx: str) -> str:
 
 def build(folder: Path) -> None:
     """Compile all kernels into a folder, and write the manifest. Exits on a kernel with inexact instructions."""
-    # The version of Triton is part of the manifest, and so of the kernels' digest.
+    # The digest of the kernels covers the manifest, and so the version of Triton.
     manifest = {"triton": triton.__version__, "split": SPLIT, "heads": HEADS, "kernels": {}}
     for name, job in jobs().items():
         ptx, manifest["kernels"][name] = compiled(name, job)

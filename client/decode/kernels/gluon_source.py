@@ -1,9 +1,10 @@
 """The decode engine's kernels in Gluon: linears for cards of compute capability 9.0, and attention; see `build.py`.
 
-In the linears, some warps copy while others multiply. Triton's own pipeline can't do that: there every warp does both.
-Attention begins its copies before it needs them, and places positions so that sums need few exchanges between threads.
-The rules of `triton_source.py` hold: the same matrix instructions and sums in the same order, so the bits are those of
-`linear_bf16`, `attend` and `attend_whole`.
+In the linears, some warps copy while others multiply. In Triton's own pipeline, every warp does both. Attention begins
+its copies before it needs them, and places positions so that sums need few exchanges between threads.
+
+These kernels use the same matrix instructions as `linear_bf16`, `attend` and `attend_whole` in `triton_source.py`, and
+add in the same order. So their results have the same bits.
 """
 
 from triton.experimental import gluon
@@ -30,9 +31,9 @@ from gpulease.client.decode.kernels.triton_source import (
 
 @gluon.jit
 def place_of(tile, R, N, K, chunk, BM: gl.constexpr, BN: gl.constexpr):
-    """Return a tile's first row and column, its part of the sums, and where that begins and ends.
+    """Return a tile's first row and column, its part of the sums, and the part's begin and end (exclusive) in K.
 
-    Tiles of the same weights are adjacent, so that the cache serves them.
+    Tiles that read the same weights have adjacent numbers, so that the weights are still in the cache.
     """
     row_tiles = gl.cdiv(R, BM)
     column_tiles = gl.cdiv(N, BN)
@@ -77,7 +78,7 @@ def multiply_tiles(
     parts, R, N, K, chunk, xs, ws, filled, emptied, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply what has been copied, and store this program's tiles of the sums."""
+    """Multiply the copied tiles, and store this program's tiles of the sums."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     tiles = gl.cdiv(R, BM) * gl.cdiv(N, BN) * gl.cdiv(K, chunk)
     i = 0
@@ -89,7 +90,7 @@ def multiply_tiles(
             mbarrier.wait(filled.index(stage), i // STAGES & 1)
             fence_async_shared()
             total = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), total, is_async=True)
-            # All products except this one are done, so the stage of the previous product is empty.
+            # All products but the one just started are done, so the stage of the previous product is empty.
             total = warpgroup_mma_wait(1, deps=[total])
             mbarrier.arrive(emptied.index((i + STAGES - 1) % STAGES), count=1, pred=at > begin)
             i += 1
@@ -110,7 +111,7 @@ def linear_bf16_in_turns(
     """Compute what `linear_bf16` does, to the bit. N is a multiple of 16.
 
     There may be fewer programs than tiles. Each program computes one tile after another, and copies the next tile's
-    data while it stores a result. WARPS warps multiply, COPIERS further warps copy, through STAGES stages of shared
+    data while it stores a result. WARPS warps multiply. COPIERS additional warps copy into STAGES stages of shared
     memory.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
@@ -119,7 +120,8 @@ def linear_bf16_in_turns(
     filled = mbarrier.allocate_mbarrier(batch=STAGES)
     emptied = mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
-        # Every copying thread reports that its copies are done; one thread reports for all that multiply.
+        # `filled` counts every copying thread. `emptied` counts one thread, which reports for all threads that
+        # multiply.
         mbarrier.init(filled.index(stage), 32 * COPIERS)
         mbarrier.init(emptied.index(stage), 1)
     gl.barrier()
@@ -171,7 +173,7 @@ def multiply_gated_tiles(
     y, R, F, K, xs, ws, filled, emptied, gate_function: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply what has been copied, and store this program's tiles of the gated values."""
+    """Multiply the copied tiles, and store this program's tiles of the gated values."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * BN, 16])
     tiles = gl.cdiv(R, BM) * gl.cdiv(F, BN)
     i = 0
@@ -184,7 +186,7 @@ def multiply_gated_tiles(
             mbarrier.wait(filled.index(stage), i // STAGES & 1)
             fence_async_shared()
             total = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), total, is_async=True)
-            # All products except this one are done, so the stage of the previous product is empty.
+            # All products but the one just started are done, so the stage of the previous product is empty.
             total = warpgroup_mma_wait(1, deps=[total])
             mbarrier.arrive(emptied.index((i + STAGES - 1) % STAGES), count=1, pred=at > 0)
             i += 1
@@ -203,7 +205,7 @@ def gated_in_turns(
     y, x, w, R, F, K, gate_function: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr, COPIERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply by gate and up, the halves of w [2 F, K], and gate the products; see `linear_bf16_in_turns`."""
+    """Multiply x by gate and up, the halves of w [2 F, K], and write the gated products to y [R, F]."""
     shared: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], shared)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * BN, BK], shared)
@@ -246,10 +248,10 @@ def linear_gelu_bf16_in_turns(
 
 @gluon.jit
 def position_of(row, BT: gl.constexpr):
-    """Return the position, among BT, of a row of the products of keys.
+    """Return the position, from 0 to BT - 1, whose key is in this row of the tile.
 
-    In this order, the weights of a thread's rows, then those of its warp, are added before those of several warps; see
-    `summed_by_place`.
+    With this order, sums of weights are added first within a thread, then within a warp, and last over several warps;
+    see `summed_by_place`.
     """
     # Bit 3 of the row moves behind the bits of the warps: to bit 4 or 5.
     if BT == 32:
@@ -259,7 +261,7 @@ def position_of(row, BT: gl.constexpr):
 
 @gluon.jit
 def summed_by_place(e, HEADS: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
-    """Return `summed_as_rows` of the weights e [BT, HEADS], the rows of which are ordered by `position_of`."""
+    """Return the sums that `summed_as_rows` returns, for weights e [BT, HEADS] in the order of `position_of`."""
     if BT == 128:
         # Bits of a position: 6, 4, 3, 5, 2, 1, 0.
         b = gl.sum(gl.reshape(e, (2, 2, 2, 2, 2, 2, 2, HEADS)), 6)
@@ -284,7 +286,7 @@ def copy_positions(
     keys, values, table, base, blocks, shared, readable, j, first, length, offset, span, block_bytes, DH: gl.constexpr,
     BT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy BT positions from j on: keys, which lie at `offset` of a block, and values, `span` behind them."""
+    """Begin to copy BT positions from j on: keys at `offset` bytes of a block, values `span` elements after them."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     d = gl.arange(0, DH, gl.SliceLayout(0, layout))
     p = j + gl.arange(0, BT, gl.SliceLayout(1, layout))
@@ -302,7 +304,7 @@ def copy_positions(
 
 @gluon.jit
 def seen_of(table, readable, j, first, length, BT: gl.constexpr, layout: gl.constexpr):
-    """Return which of the rows of the products of keys, ordered by `position_of`, are seen."""
+    """Return which positions from j on are seen, in the order of `position_of`."""
     p = j + position_of(gl.arange(0, BT, layout), BT)
     block = gl.load(table + p // PAGE, mask=p < length, other=-1)
     seen = (block >= 0) & (block < readable)
@@ -355,9 +357,9 @@ def attend_whole_ahead(
 ):  # fmt: skip
     """Compute what `attend_whole` does, to the bit, and copy keys and values before they are needed: x [R, H, DH] bf16.
 
-    A program computes HEADS of the heads that share a key head. If at most SHORT positions are left at the end of a
-    sequence, they are read as a tile of SHORT positions; the positions that this leaves out have weight 0. Their copies
-    and those of the first split begin together, since a short sequence takes little longer than one of its reads.
+    Each program computes HEADS of the heads that share a key head. If at most SHORT positions are left at the end of a
+    sequence, they are read as a tile of SHORT positions. The other positions of the split would have weight 0. This
+    tile and the first split are copied at the same time, since a short sequence takes little longer than one read.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     per_head: gl.constexpr = gl.SliceLayout(0, mma)
@@ -382,7 +384,7 @@ def attend_whole_ahead(
     end = length
     if (length % SPLIT <= SHORT) & (length - length % SPLIT >= begin):
         end = length - length % SPLIT
-    # Where the head's keys lie in a block, and how far behind them its values do, in elements.
+    # `offset`: bytes from the block to the head's keys. `span`: elements from a key to its value.
     offset = (layer_bytes + g * PAGE * DH * 2).to(gl.int64)
     span = G * PAGE * DH
     if begin < end:
@@ -471,7 +473,7 @@ def attend_ahead(
         first = gl.maximum(length - window, 0)
         begin += first // SPLIT
     turn = gl.num_programs(2)
-    # Where the head's keys lie in a block, and how far behind them its values do, in elements.
+    # `offset`: bytes from the block to the head's keys. `span`: elements from a key to its value.
     offset = (layer_bytes + g * PAGE * DH * 2).to(gl.int64)
     span = G * PAGE * DH
     if begin * SPLIT < length:

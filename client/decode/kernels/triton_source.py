@@ -1,21 +1,22 @@
 """The decode engine's kernels in Triton. Developers compile them ahead of time; see `build.py`.
 
-Every kernel is independent by rows: a row's result depends on that row's inputs alone, and the order of its computation
-does not depend on the batch or the tiles. Three rules ensure this:
+A row's result depends only on that row's inputs. It has the same bits in every batch and with every size of tile. Three
+rules ensure this:
 
-- Sums over K run in ascending order in each program. Only `splits`, a constant of the weight's shape, cuts a linear's
-  sums, and the next kernel adds the parts in ascending order.
-- Attention cuts a sequence at fixed positions (`SPLIT`), and `combine` adds the parts in ascending order.
-- No atomics; a padded row has position -1 and writes nothing of a sequence.
+- Each program adds products in ascending order of K. A linear's sum is divided into `splits` parts, a number that
+  depends only on the weight's shape. The next kernel adds the parts in ascending order.
+- Attention divides a sequence into splits of `SPLIT` positions, and `combine` adds the splits in ascending order.
+- No kernel uses atomics. A padded row has position -1 and writes nothing into a sequence.
 
-Every kernel is exact: it uses only IEEE operations that round to nearest, and the tensor core's products, which the
-embedded driver adds as a card does. `exp2`, division and the square root are built from those, so a card and the
-embedded driver give the same bits.
+A card and the embedded driver give the same bits. The kernels use only IEEE operations that round to nearest, and the
+tensor core's products, which the embedded driver adds in a card's order. `exp2`, division and the square root are
+computed from these operations.
 
-Shapes: R rows of a step, D width, H query heads, G key heads, DH head width, F the inner width, V the vocabulary.
+In shapes, R is the number of rows of a step, D the model's width, H the number of query heads, G of key heads, DH a
+head's width, F the inner width, and V the size of the vocabulary.
 
-A tile's sides are powers of two. If DH is not a power of two, the lanes beyond it are masked, and add zero to every
-sum.
+A tile's sides are powers of two. If DH is not a power of two, the tile's columns from DH on are masked, and add zero to
+every sum.
 """
 
 import triton
@@ -39,7 +40,7 @@ SHARED = tl.constexpr(14)
 SHARED_BLOCKS = tl.constexpr(15)
 REGION_SHIFT = tl.constexpr(21)
 
-# A row's record in a guided step: 8 words, and an entry of its list of tokens: 4 words.
+# A row's record in a guided step has 8 words. An entry of its list of tokens has 4 words.
 GUIDE_WORDS = tl.constexpr(8)
 FIRST = tl.constexpr(0)
 COUNT = tl.constexpr(1)
@@ -52,7 +53,7 @@ ADDEND = tl.constexpr(1)
 DIVISOR = tl.constexpr(2)
 SUBTRAHEND = tl.constexpr(3)
 
-# A span's record: 8 words, of which it uses 6. A row's cut: 2 words.
+# A span's record has 8 words, of which 6 are used. A row's cut has 2 words.
 SPAN_WORDS = tl.constexpr(8)
 FIRST_ROW = tl.constexpr(0)
 ROWS = tl.constexpr(1)
@@ -69,10 +70,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def exp2(x):
-    """2^x for x up to 126, 0 below -126: Cody and Waite's reduction, then a polynomial of degree 6.
+    """Return 2^x for x from -126 to 126, by Cody and Waite's reduction and a polynomial of degree 6.
 
-    The relative error is at most 2.5e-7, measured against float64. The result never decreases with x by more than one
-    unit in the last place. Exponents above 126, and infinity, give 2^126; NaN gives 0.
+    An x below -126 gives 0. An x above 126, infinity included, gives 2^126. NaN gives 0. The relative error is at most
+    2.5e-7, measured against float64. Where x increases, the result decreases by at most one unit in the last place.
     """
     x = tl.minimum(tl.maximum(x, -127.0), 126.0)
     # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, by IEEE addition alone.
@@ -87,7 +88,7 @@ def exp2(x):
     p = p * f + 2.4022651e-1
     p = p * f + 6.9314718e-1
     p = p * f + 1.0
-    # 2^whole, written directly into the exponent bits: `whole` is in the lowest bits of `shifted`.
+    # The lowest bits of `shifted` contain `whole`. Shifted into the exponent's bits, they give 2^whole.
     scale = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     return tl.where(x < -126.0, 0.0, p * scale)
 
@@ -104,7 +105,7 @@ def added(parts, splits, stride, offsets, mask):
 
 @triton.jit
 def load_parts(parts, splits, stride, offsets, mask):
-    """Load up to 8 parts of a linear's sums, and wait for none of them. A linear has no more (`MAX_SPLITS`)."""
+    """Begin to load the parts of a linear's sums, at most 8 (`MAX_SPLITS`), without waiting for any of them."""
     loaded = (tl.load(parts + offsets, mask=mask, other=0.0),)
     for s in tl.static_range(1, 8):
         # Triton unrolls this loop, so it permits a longer tuple in each turn.
@@ -115,15 +116,15 @@ def load_parts(parts, splits, stride, offsets, mask):
 
 @triton.jit
 def added_parts(loaded, parts, splits, stride, offsets, mask):
-    """Return what `added` does, to the bit, of parts that `load_parts` has loaded.
+    """Return the sums of the parts that `load_parts` loaded, with the same bits as `added`.
 
-    `added` waits for some parts before it loads the next ones.
+    This is faster than `added`, which waits for some parts before it loads the next ones.
     """
     total = loaded[0]
     for s in tl.static_range(1, 8):
-        # Adding 0 for a part that is not there could change the sign of a zero.
+        # A missing part is skipped. To add 0 for it could change the sign of a zero.
         total = tl.where(splits > s, total + loaded[s], total)
-    # A row may have chosen more than 8 experts.
+    # Here the parts may be a row's experts, of which there may be more than 8.
     for s in range(8, splits):
         total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
     return total
@@ -131,19 +132,19 @@ def added_parts(loaded, parts, splits, stride, offsets, mask):
 
 @triton.jit
 def quotient(a, b):
-    """Return a / b, rounded to nearest like `div_rn`. a is a gate, b its denominator, from 1 to 2^126.
+    """Return a / b for a gate a and its denominator b, from 1 to 2^126, rounded to nearest like `div_rn`.
 
-    The driver compiles `div_rn` to a call, and in a function with calls it runs wgmma instructions one by one. For all
-    2^32 gates, of SiLU and GELU, the results were compared with those of a division.
+    `div_rn` is not used because the driver compiles it to a call. In a function with calls, the driver runs wgmma
+    instructions one by one. The results were compared with a division's for all 2^32 gates, for SiLU and for GELU.
     """
-    # Newton's iteration from a guess that the bits of b give: the error is squared each time.
+    # Newton's iteration for 1 / b. The bits of b give the first guess, and each step squares the error.
     r = (0x7EF311C3 - b.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     r = tl.fma(r, tl.fma(-b, r, 1.0), r)
     r = tl.fma(r, tl.fma(-b, r, 1.0), r)
     r = tl.fma(r, tl.fma(-b, r, 1.0), r)
-    # For b just below 2, the last step's sum is a tie, which would be rounded down, but 1 / b is above it.
+    # For b just below 2, the last step's sum is a tie that would be rounded down, although 1 / b is above the tie.
     r = tl.fma(r, tl.fma(-b, r, 1.0) * 1.0000002, r)
-    # The remainder is exact. Without one, or if it is NaN because a is infinite, the first quotient is right.
+    # The remainder is exact. If it is 0, or NaN because a is infinite, the first quotient is right.
     q = a * r
     rest = tl.fma(-b, q, a)
     return tl.where(tl.abs(rest) > 0.0, tl.fma(rest, r, q), q)
@@ -157,7 +158,7 @@ def gated(gate, up):
 
 @triton.jit
 def gelu_gated(gate, up):
-    """Return GELU(gate) * up, rounded to bf16, with GELU as its approximation by tanh has it.
+    """Return GELU(gate) * up, rounded to bf16. GELU is the approximation by tanh.
 
     0.5 (1 + tanh(u)) is 1 / (1 + e^-2u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
     """
@@ -167,19 +168,16 @@ def gelu_gated(gate, up):
 
 @triton.jit
 def embed(h, table, rows, results, tables, D, table_blocks, scale, BLOCK_D: tl.constexpr):
-    """Look up each row's token, and write its block into its sequence's block table.
+    """Write each row's embedding to h, and the number of the row's block into its sequence's block table.
 
-    With a `scale` (not None), the token's values are multiplied by it.
-
-    A row's token is in its record, or, while the host does not know it yet, in the result of the row SOURCE of the
-    step before.
+    If `scale` is not None, the embedding is multiplied by it.
     """
     row = tl.program_id(0)
     record = rows + row * WORDS
     position = tl.load(record + POSITION)
     source = tl.load(record + SOURCE)
-    # A source of -1 means that the host knew the token. Otherwise it is the result of the step before, which has ended:
-    # the two steps' streams are ordered.
+    # If SOURCE is -1, the record has the token. Otherwise the host did not know the token yet, and the token is the
+    # result of row SOURCE of the step before. That step has ended, because the two steps' streams are ordered.
     token = tl.load(record + TOKEN)
     if source >= 0:
         token = tl.load(results + source * RESULT_WORDS)
@@ -218,7 +216,7 @@ def norm_scale(squares, D, eps):
 def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
     """Add a linear's parts to the residual h, in place, and normalise it: x = bf16(h / rms(h) * weight).
 
-    A row of one block stays in registers; a wider one is read twice.
+    A row that fits into one block of BLOCK_D values is read once. A wider row is read twice.
     """
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK_D)
@@ -245,10 +243,10 @@ def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constex
 
 @triton.jit
 def norm_add_rmsnorm(x, h, parts, outer, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
-    """Normalise a linear's parts, add the result to the residual h, in place, and normalise that.
+    """Normalise a linear's sums, add the result to the residual h in place, and normalise the residual.
 
-    h += sum / rms(sum) * outer, and x = bf16(h / rms(h) * weight). A row of one block stays in registers. For a wider
-    row, the parts and h are read twice.
+    h += sum / rms(sum) * outer, then x = bf16(h / rms(h) * weight). A row that fits into one block of BLOCK_D values is
+    read once. For a wider row, the parts and h are read twice.
     """
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK_D)
@@ -289,14 +287,14 @@ def norm_add_rmsnorm(x, h, parts, outer, weight, splits, stride, D, eps, BLOCK_D
 
 @triton.jit
 def rows_tile(x, r, k, R, K, end):
-    """A tile [rows, columns] of x [R, K], up to the column `end`."""
+    """Load the rows r and columns k of x [R, K]. Rows from R on and columns from `end` on are 0."""
     return tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
 
 
 @triton.jit
 def store_part(parts, total, r, n, R, N):
     """Store a tile of this program's part of the sums."""
-    # 64 bits for the part's offset: several parts of many rows exceed 2^31 values.
+    # The part's offset has 64 bits, because several parts of many rows exceed 2^31 values.
     at = tl.program_id(2).to(tl.int64) * R * N + r[:, None] * N + n[None, :]
     tl.store(parts + at, total, mask=(r < R)[:, None] & (n < N)[None, :])
 
@@ -320,7 +318,7 @@ def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr,
 
 @triton.jit
 def gate_and_up(x, w, r, n, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Return a tile of x times gate, and of x times up, the halves of w [2 F, K]."""
+    """Return the rows r and columns n of x times gate and of x times up. w [2 F, K] has gate's rows, then up's."""
     gate = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
@@ -337,7 +335,7 @@ def gate_and_up(x, w, r, n, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.
 
 @triton.jit
 def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Multiply by gate and up, the halves of w [2 F, K], and gate the products, in one pass; y [R, F] bf16.
+    """Multiply x by gate and up, the halves of w [2 F, K], and write the gated products to y [R, F] bf16.
 
     The result has the same bits as that of linear_bf16 in one part, followed by `silu`.
     """
@@ -467,8 +465,11 @@ def linear_awq(parts, x, w, scales, zeros, R, N, K, chunk, BM: tl.constexpr, BN:
 
 @triton.jit
 def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
-    """Heads' values [heads, HALF], in two halves, over their root mean square (Qwen3's norm of q and k)."""
-    # The sum's tree over HALF lanes is constant, so it does not depend on how many heads a program has.
+    """Divide heads by their root mean square, and multiply by the weight: Qwen3's norm of q and k.
+
+    `low` and `high` [heads, HALF] are the two halves of each head's values.
+    """
+    # The order of a sum over HALF lanes is fixed, so the number of heads in a program does not change it.
     squares = tl.div_rn(tl.sum(low * low + high * high, 1), 2.0 * HALF)
     scale = tl.div_rn(1.0, tl.sqrt_rn(squares + eps))[:, None]
     weight = weight.to(tl.pointer_type(tl.float32))
@@ -481,8 +482,8 @@ def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
 def e4m3_scale(low, high, valid):
     """Return the scale of each head's values [heads, HALF], in two halves, as the exponent of an f32.
 
-    It is the smallest power of two with which the values fit into e4m3, whose largest is 448 = 1.75 * 2^8. A head with
-    an infinite value or a NaN gets 255, which stands for infinity.
+    The scale is the smallest power of two with which the head's values fit into e4m3. The largest value of e4m3 is 448
+    = 1.75 * 2^8. A head with an infinite value or a NaN gets 255, the exponent of infinity.
     """
     # As integers, the bits of magnitudes have the order of the magnitudes, and the maximum is exact in any order.
     both = tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -497,12 +498,12 @@ def e4m3_of(value, exponent):
     """Round value / 2^(exponent - 127) to the nearest float8 e4m3, ties to even; return its byte. NaN becomes 448."""
     value = value * ((254 - tl.minimum(exponent, 253)) << 23).to(tl.float32, bitcast=True)
     size = tl.minimum(tl.abs(value), 448.0)
-    # Adding and subtracting a number whose last digit is the format's last digit rounds there. Below 2^-6, the last
-    # digit is that of subnormals.
+    # To add and subtract a number whose last digit is e4m3's last digit rounds to that digit. Below 2^-6, e4m3's last
+    # digit is that of its subnormals.
     least = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     rounder = (least + (20 << 23)).to(tl.float32, bitcast=True)
     nearest = (size + rounder) - rounder
-    # The inverse of `e4m3`: times 2^-120, an exact product, the value has the byte's bits.
+    # The inverse of `e4m3`: an exact product with 2^-120 moves the value's digits to the byte's bits.
     byte = (nearest * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
     return byte | ((value.to(tl.int32, bitcast=True) >> 24) & 128)
 
@@ -511,8 +512,9 @@ def e4m3_of(value, exponent):
 def store_e4m3(place, i, head, first, second, slot, valid, written, HALF: tl.constexpr):
     """Store the halves of heads [heads, HALF] at position `slot` of their pages as float8 e4m3, with a scale each.
 
-    `place` is each head's page: PAGE rows of HALF words, of which word i has value i in its low byte and value HALF + i
-    in its high byte; then the PAGE scales. Kernels unpack a word to two values of the same place in two tiles.
+    `place` is the address of each head's page. A page has PAGE rows of HALF words, then PAGE scales. Word i of a row
+    has value i in its low byte and value HALF + i in its high byte. So a kernel unpacks a tile of words to two tiles of
+    values, the lower and the upper half of the head.
     """
     exponent = e4m3_scale(first, second, valid)
     word = e4m3_of(first, exponent) | (e4m3_of(second, exponent) << 8)
@@ -528,10 +530,10 @@ def rope_append(
     q, parts, bias, q_norm, k_norm, cosines, sines, rows, splits, stride, layer_bytes, block_bytes, H, G,
     has_bias, has_norm, eps, HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Add qkv's parts and bias, turn q and k by their position, write k and v into the row's block of its region.
+    """Add qkv's parts and bias, rotate q and k by the row's position, and write k and v into the row's block.
 
-    A program has some heads of one row. A block outside of the row's region, of BLOCKS blocks from BASE, is not
-    written. With FP8 (not None), k and v are written as `store_e4m3` writes them.
+    Each program computes HEADS heads of one row. The row's region has BLOCKS blocks and begins at the address BASE.
+    Nothing is written to a block outside it. If FP8 is not None, k and v are written as `store_e4m3` writes them.
     """
     row = tl.program_id(0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -553,7 +555,7 @@ def rope_append(
         s = tl.load(sines + place, mask=i < HALF, other=0.0)
     columns = head * 2 * HALF + i
     at = row * ((H + 2 * G) * 2 * HALF) + columns
-    # Step 1: complete qkv's sums and add the bias. Rotation pairs the halves of a head, so both are held.
+    # Step 1: complete qkv's sums and add the bias. The rotation combines the two halves of a head, so both are loaded.
     low_parts = load_parts(parts, splits, stride, at, valid)
     high_parts = load_parts(parts, splits, stride, at + HALF, valid)
     low = added_parts(low_parts, parts, splits, stride, at, valid)
@@ -561,7 +563,7 @@ def rope_append(
     if has_bias > 0:
         low += tl.load(bias + columns, mask=valid, other=0.0)
         high += tl.load(bias + columns + HALF, mask=valid, other=0.0)
-    # Step 2: norm and rotation, for q and k. The heads from H + G on are v, which does not change.
+    # Step 2: normalise and rotate q and k. The heads from H + G on are v, which is not changed.
     turned = valid & (head < H + G)
     if has_norm > 0:
         weight = tl.where(head < H, q_norm.to(tl.int64), k_norm.to(tl.int64))
@@ -570,7 +572,7 @@ def rope_append(
         high = tl.where(turned, high_norm, high)
     first = tl.where(turned, low * c - high * s, low)
     second = tl.where(turned, high * c + low * s, high)
-    # Step 3: store. q goes to a buffer of the step; k and v, numbered after q, go to the row's block of its region.
+    # Step 3: store q in a buffer of the step, and k and v, the heads numbered after q, in the row's block.
     query = q.to(tl.int64) + (row * H + head) * (4 * HALF)
     if FP8:
         to = query.to(tl.pointer_type(tl.bfloat16))
@@ -597,25 +599,25 @@ def within(mask, d, DH: tl.constexpr):
 
 @triton.jit
 def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
-    """Load the query heads [HEADS, DH] of a row that share the key head g; those beyond its share are 0."""
+    """Load the query heads [HEADS, DH] of a row that share the key head g."""
     heads = tl.arange(0, HEADS)
     share = H // G
     d = tl.arange(0, triton.next_power_of_2(DH))
-    # Rows of the tile without a head are 0, so they cost a matrix instruction's rows but no memory.
+    # A matrix instruction has HEADS rows. Rows without a head are 0 and read no memory.
     at = row * H * DH + (g * share + heads)[:, None] * DH + d[None, :]
     return tl.load(q + at, mask=within((heads < share)[:, None], d[None, :], DH), other=0.0)
 
 
 @triton.jit
 def regions_of(record, block_bytes):
-    """Return where a row may read: its region's address, its number of blocks, the shared address, all blocks' number.
+    """Return address and number of blocks of the row's own region, the shared region's address, and the sum of blocks.
 
-    The shared region's address is lowered by the size of the row's own region, because shared blocks are numbered after
-    its blocks.
+    Shared blocks are numbered after the row's own blocks. So the shared address is returned less the size of the row's
+    own region.
     """
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
     blocks = tl.load(record + BLOCKS)
-    # A region's address is a multiple of 2 MiB, so that it fits into one word when it is divided by that.
+    # A region's address is a multiple of 2 MiB. The record has the address divided by 2 MiB, which fits into one word.
     shared = tl.load(record + SHARED).to(tl.int64) << REGION_SHIFT
     return base, blocks, shared - blocks.to(tl.int64) * block_bytes, blocks + tl.load(record + SHARED_BLOCKS)
 
@@ -625,28 +627,30 @@ def attend_tile(
     total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes, block_bytes, g, G,
     scale, DH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Add BT positions from j on to the heads' results: totals [HEADS, DH], highest scores, sums of weights.
+    """Add BT positions from j on to the results: totals [HEADS, DH], highest scores [HEADS], sums of weights [HEADS].
 
-    An entry of the block table is the number of a block of the row's region or, beyond these, of the shared region. A
-    block outside both regions adds nothing, and neither does a position before `first`.
+    A number in the block table is that of a block of the row's region if it is less than `blocks`, and else of the
+    shared region if it is less than `readable`. Blocks outside both regions add nothing. Positions before `first` add
+    nothing.
     """
     d = tl.arange(0, triton.next_power_of_2(DH))
     p = j + tl.arange(0, BT)
-    # The guard between tenants: an entry that is in neither of the row's two regions reads as nothing, and has no
-    # weight.
+    # The guard between tenants: a position whose block is in neither of the row's two regions is not read, and has
+    # weight 0.
     block = tl.load(table + p // PAGE, mask=p < length, other=-1)
     seen = (block >= 0) & (block < readable)
     if first is not None:
         seen = seen & (p >= first)
     place = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
     place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
-    # Keys [DH, BT] and values [BT, DH] of the same positions; values lie G * PAGE * DH behind the keys.
+    # Load the keys [DH, BT] and values [BT, DH] of the same positions. A block has its values G * PAGE * DH elements
+    # after its keys.
     keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
     k = tl.load(keys[None, :] + d[:, None], mask=within(seen[None, :], d[:, None], DH), other=0.0)
     values = keys + G * PAGE * DH
     v = tl.load(values[:, None] + d[None, :], mask=within(seen[:, None], d[None, :], DH), other=0.0)
-    # Online softmax (flash attention): keep the highest score so far, and rescale what was added before by the
-    # difference. -1e30 instead of -infinity keeps infinity minus infinity, a NaN, from arising.
+    # Online softmax (flash attention): keep the highest score so far, and rescale the earlier sums by the difference.
+    # The lowest score is -1e30, because the difference of two infinities would be NaN.
     score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
     higher = tl.maximum(top, tl.max(score, 1))
     e = tl.where(seen[None, :], exp2(score - higher[:, None]), 0.0)
@@ -662,11 +666,14 @@ def attend(
     totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale, window,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row's heads that share a key head, split by split of its sequence (flash-decoding).
+    """Compute the attention of one row's heads that share a key head, split by split (flash-decoding).
 
-    Splits begin at multiples of SPLIT positions, so where they begin depends on nothing but the sequence. The programs
-    of a row and key head take turns at its splits. With a `window` (not None), a row sees the last `window` positions,
-    its own included, and splits without any of them are skipped.
+    Splits begin at multiples of SPLIT positions. The splits of a row and key head are dealt out among several programs
+    in turn. If `window` is not None, a row sees only the last `window` positions, its own included. Splits without any
+    of these positions are skipped.
+
+    Writes each split's unnormalised totals [R, H, splits, DH], highest scores `tops` and sums of weights `sums` [R, H,
+    splits].
     """
     row = tl.program_id(0)
     g = tl.program_id(1)
@@ -681,10 +688,10 @@ def attend(
     first = None
     begin = tl.program_id(2)
     if window is not None:
-        # The row's position alone decides what it sees, so its bits do not depend on other rows.
+        # Only the row's own position decides what the row sees, so its bits do not depend on other rows.
         first = tl.maximum(length - window, 0)
         begin += first // SPLIT
-    # Which program computes a split does not change its bits; only its positions do.
+    # A split's bits do not depend on which program computes it.
     for split in range(begin, tl.cdiv(length, SPLIT), tl.num_programs(2)):
         total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
         top = tl.full((HEADS,), -1e30, tl.float32)
@@ -695,7 +702,7 @@ def attend(
                 total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes,
                 block_bytes, g, G, scale, DH, BT,
             )  # fmt: skip
-        # A split's unnormalised sum, its highest score and its sum of weights: what `combine` needs to rescale it.
+        # `combine` uses these three results to rescale the split.
         at = (row * H + g * (H // G) + heads) * splits + split
         tl.store(totals + at[:, None] * DH + d[None, :], total, mask=within(valid[:, None], d[None, :], DH))
         tl.store(tops + at, top, mask=valid)
@@ -713,12 +720,13 @@ def combine(
     x, totals, tops, sums, rows, H, splits, window, cuts,
     DH: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), only splits inside it.
+    """Add each head's splits in ascending order, and write the results to x [R, H, DH] bf16.
 
-    With `cuts` (not None), the splits come from `attend_spans`, and rows that it did not cut are not changed.
+    If `window` is not None, only the splits inside the window are added. If `cuts` is not None, the splits come from
+    `attend_spans`, and rows that it did not cut are not changed.
 
-    If there are many splits, as in a long context, the rescaling of LANES splits is computed together, and the totals
-    of UNROLLED splits are loaded together. They are still added one after the other, so the bits are the same.
+    A long context has many splits. Then the factors of LANES splits are computed together, and the totals of UNROLLED
+    splits are loaded together. The splits are still added one after the other, so the bits are the same.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -739,8 +747,8 @@ def combine(
         begin = tl.maximum(length - window, 0) // SPLIT
     end = tl.cdiv(length, SPLIT)
     if end - begin < UNROLLED:
-        # Load all of them before the first is added, so that the kernel waits for memory only once. Beyond the last
-        # split, -0 is added to the total, which changes no bit.
+        # Load all splits before the first is added, so that the kernel waits for memory only once. The loop has a fixed
+        # length. After the last split it adds -0 to the total, which changes no bit.
         its_tops, its_sums, its_totals = (), (), ()
         for i in tl.static_range(UNROLLED - 1):
             inside = begin + i < end
@@ -761,7 +769,8 @@ def combine(
         lanes = tl.arange(0, LANES)
         for first in range(begin, end, LANES):
             s = first + lanes
-            # The highest score up to a split, and before it, which are exact in any order.
+            # Compute the highest score up to and including each split, and the highest before each split. Maxima are
+            # exact in any order.
             its_top = tl.load(tops + at + s, mask=s < end, other=-1e30)
             last_top = tl.load(tops + at + s - 1, mask=(lanes > 0) & (s <= end), other=-1e30)
             higher = tl.maximum(tl.associative_scan(its_top, 0, highest), top)
@@ -770,7 +779,7 @@ def combine(
             its_weights = tl.load(sums + at + s, mask=s < end, other=0.0) * its
             for i in range(0, tl.minimum(end - first, LANES), UNROLLED):
                 for j in tl.static_range(UNROLLED):
-                    # Beyond the last split, -0 is added to the total, which changes no bit.
+                    # After the last split, the loop adds -0 to the total, which changes no bit.
                     inside = first + i + j < end
                     if triton.next_power_of_2(DH) != DH:
                         inside = inside & (d < DH)
@@ -780,7 +789,7 @@ def combine(
                     total = total * less + part * tl.gather(its, lane, 0)
                     weights = weights * less + tl.gather(its_weights, lane, 0)
             top = tl.max(higher, 0)
-    # A padded row has only zeros as weights and totals: divide by 1.
+    # A padded row has weight 0 and total 0, and is divided by 1.
     result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
     if triton.next_power_of_2(DH) == DH:
         tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
@@ -793,9 +802,9 @@ def attend_whole(
     x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `attend` and `combine` do, to the bit, in one program for all splits: x [R, H, DH] bf16.
+    """Compute in one program, with the same bits, what `attend` and `combine` compute: x [R, H, DH] bf16.
 
-    A step of many rows has enough programs to fill the card, so no sequence is divided among several programs.
+    This kernel is for steps of many rows, which fill the card although no sequence is divided among several programs.
     """
     row = tl.program_id(0)
     g = tl.program_id(1)
@@ -806,7 +815,7 @@ def attend_whole(
     base, blocks, shared, readable = regions_of(record, block_bytes)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
-    # Two levels of sums, as in `attend` and `combine`: one within the current split, one over all splits.
+    # There are two levels of sums, as in `attend` and `combine`: over the current split, and over all splits.
     all_total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
     all_top = tl.full((HEADS,), -1e30, tl.float32)
     all_weights = tl.zeros((HEADS,), tl.float32)
@@ -821,8 +830,8 @@ def attend_whole(
             total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes,
             block_bytes, g, G, scale, DH, BT,
         )  # fmt: skip
-        # The end of a split, or of the sequence: add the split to the whole like `combine` does, and begin the next
-        # one.
+        # At the end of a split or of the sequence, add the split's sums to the whole as `combine` does, and begin the
+        # next split.
         if ((j + BT) % SPLIT == 0) | (j + BT >= length):
             higher = tl.maximum(all_top, top)
             shrink = exp2(all_top - higher)
@@ -843,12 +852,15 @@ def attend_whole(
 def summed_as_rows(e, LANES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr):
     """Add the BT weights of each lane of e [LANES, BT] in the order in which `attend_tile` adds the weights of a row.
 
-    In `attend_tile` the compiler chose that order: first pairs of adjacent positions, then the values of one thread,
-    then those of its quad, then the warps, each of which has 8 positions of every 8 * WARPS. A sum of two values does
-    not depend on their order, so sums over axes of length two give the same bits in any layout.
+    In `attend_tile` the compiler chose the order. It adds pairs of adjacent positions, then the values of one thread,
+    then those of the thread's quad, then those of the warps. Each warp has 8 positions of every 8 * WARPS.
+
+    Here every sum is over an axis of length two. A sum of two values does not depend on their order, so the bits are
+    the same in any layout.
     """
     if BT == 128:
-        # Bits of a position: 6 and 5 within a thread, 4 and 3 the warp, 2 and 1 the lane of a quad, 0 the pair.
+        # The axes are the bits of a position: 6 and 5 select the value of a thread, 4 and 3 the warp, 2 and 1 the lane
+        # of a quad, 0 the value of a pair.
         b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2, 2, 2)), 7)
         b = tl.sum(tl.sum(b, 2), 1)
         b = tl.sum(tl.sum(b, 3), 3)
@@ -872,11 +884,13 @@ def attend_rows(
     first_split, end_split, place, splits, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile: rows of one sequence, from `row` on. `its` [LANES]: a lane's row; `mine`: the lanes in use.
+    """Compute the attention of a tile: `count` rows of one sequence, from `row` on.
 
-    If `totals` is None, computes all splits and writes x [R, H, DH] bf16. Otherwise computes the splits from
-    `first_split` to `end_split`. It writes x if `place` is -1, and else the parts, as `attend` does: `splits` parts for
-    each row, from index `place` on.
+    `its` [LANES] is each lane's row, and `mine` [LANES] is true for lanes in use.
+
+    If `totals` is None, the function computes all splits and writes x [R, H, DH] bf16. Otherwise it computes the splits
+    from `first_split` up to `end_split`, exclusive. Then it writes x if `place` is -1. If not, it writes the splits'
+    results as `attend` does, `splits` of them for each row, from index `place` on.
     """
     share = H // G
     lanes = tl.arange(0, LANES)
@@ -884,8 +898,8 @@ def attend_rows(
     at = (its * H + g * share + lanes % share)[:, None] * DH + d[None, :]
     query = tl.load(q + at, mask=within(mine[:, None], d[None, :], DH), other=0.0)
     table = tables + number * table_blocks
-    # Compute all rows together. If that reads an infinite value or a NaN that some row must not see, compute each row
-    # again by itself: the value has weight 0 for that row, but 0 times infinity is NaN.
+    # Turn 0 computes all rows together. If it reads an infinite value or a NaN that some row must not see, each row is
+    # computed again in a turn of its own. The value has weight 0 for that row, but 0 times infinity is NaN.
     turn = 0
     turns = 1
     while turn < turns:
@@ -896,7 +910,7 @@ def attend_rows(
         all_top = tl.full((LANES,), -1e30, tl.float32)
         all_weights = tl.zeros((LANES,), tl.float32)
         total, top, weights = all_total, all_top, all_weights
-        # Positions from `seen_from` up to `seen_to` are seen by every row.
+        # Every row sees the positions from `seen_from` up to `seen_to`, exclusive.
         seen_to = tl.min(tl.where(active, length, most), 0)
         seen_from = 0
         first = tl.zeros((LANES,), tl.int32)
@@ -912,7 +926,8 @@ def attend_rows(
             end = tl.minimum(most, end_split * SPLIT)
         for j in range(begin, end, BT):
             p = j + tl.arange(0, BT)
-            # As in `attend_tile`; but what is loaded depends on the tile, and what a row sees on the row.
+            # Load as in `attend_tile`, but every position that some row of the tile sees. `seen` then selects each
+            # row's positions.
             block = tl.load(table + p // PAGE, mask=p < most, other=-1)
             known = (block >= 0) & (block < readable)
             if window is not None:
@@ -937,8 +952,8 @@ def attend_rows(
                 finite = (v.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
                 if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
                     turns = 1 + count
-            # Here a split, or the longest row, ends, as in `attend_whole`. Rows that have ended or not begun add
-            # nothing.
+            # At the end of a split or of the longest row, add the split as in `attend_whole`. Rows that have ended or
+            # not begun add nothing.
             if ((j + BT) % SPLIT == 0) | (j + BT >= end):
                 if totals is not None:
                     part = ((place + (its - row) * splits) * H + (g * share + lanes % share) * splits) + j // SPLIT
@@ -966,10 +981,10 @@ def attend_rows(
 
 @triton.jit
 def unpacked(words):
-    """Return the float8 e4m3 in the low and in the high bytes of 16-bit words, as two tiles of bf16, exactly.
+    """Convert 16-bit words of two float8 e4m3 each to two tiles of bf16, the low bytes and the high bytes, exactly.
 
-    A byte's bits, at the place of a bf16's, are the value times 2^-120, as in `e4m3`. Four instructions and one exact
-    product turn a register of two words into two values. The bytes of NaN, which `e4m3_of` never returns, give 480.
+    Placed among a bf16's bits, a byte's bits are the value times 2^-120, as in `e4m3`. One exact product then gives the
+    value. The bytes of NaN, which `e4m3_of` never returns, give 480.
     """
     return tl.inline_asm_elementwise(
         """
@@ -1010,7 +1025,7 @@ def query_halves(q, at, mask, DH: tl.constexpr):
 
 @triton.jit
 def store_halves(to, at, low, high, mask, DH: tl.constexpr):
-    """Store both halves of heads' results, like `query_halves` loads them."""
+    """Store both halves of heads' results [heads, DH / 2] in the layout that `query_halves` reads."""
     i = tl.arange(0, triton.next_power_of_2(DH // 2))
     inside = within(mask[:, None], i[None, :], DH // 2)
     place = to + at[:, None] * DH + i[None, :]
@@ -1021,8 +1036,8 @@ def store_halves(to, at, low, high, mask, DH: tl.constexpr):
 @triton.jit
 def scales_of(page, p, DH: tl.constexpr):
     """Load the scales of positions p from their heads' pages (`store_e4m3`), as f32."""
-    # The scales of a page are adjacent, at an address that is a multiple of 16. With a mask they would not be loaded
-    # together, nor before their iteration.
+    # The scales of a page are adjacent, at an address that is a multiple of 16. They are loaded without a mask, so that
+    # the compiler loads them together and ahead of their iteration.
     at = tl.max_contiguous(tl.multiple_of((page + PAGE * DH + p % PAGE).to(tl.pointer_type(tl.uint8)), 16), 16)
     return (tl.load(at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -1041,10 +1056,15 @@ def attend_fp8_tile(
 ):  # fmt: skip
     """`attend_tile` for keys and values in float8 e4m3: adds BT positions from j on to the lanes' results.
 
-    A lane sees the positions from `first` up to `length`, both [LANES] or [1], of those from `known_from` up to
-    `known_to`. A head's totals are in two tiles, its lower and its upper half. A key's scale multiplies its score, and
-    a value's scale its weight: so a value that a row does not see adds 0, even if it is infinite. WARPS is None if the
-    lanes are those of `attend_fp8`, and else its number of warps: it decides the order of its sums.
+    The tile loads the positions from `known_from` up to `known_to`, exclusive. Of these, a lane sees those from `first`
+    up to `length`, both [LANES] or [1].
+
+    Queries and totals are in two tiles each, the lower and the upper half of a head. A key's scale multiplies the
+    position's score, and a value's scale the position's weight. So a value that a row does not see adds 0, even if it
+    is infinite.
+
+    WARPS is None if the caller is `attend_fp8`. Otherwise it is the number of warps of `attend_fp8`, which decides the
+    order of its sums.
     """
     i = tl.arange(0, triton.next_power_of_2(DH // 2))
     p = j + tl.arange(0, BT)
@@ -1052,8 +1072,8 @@ def attend_fp8_tile(
     block = tl.load(table + p // PAGE, mask=p // PAGE * PAGE < known_to, other=-1)
     is_inside = (block >= 0) & (block < readable)
     known = is_inside & (p >= known_from) & (p < known_to)
-    # All positions of a page have the same address, so that its scales are loaded together. For a block that is outside
-    # of both regions, it is that of the region's first block; those scales are not used.
+    # `page` is the same address for all positions of a page, so that the page's scales are loaded together. A block
+    # outside both regions gets the address of the region's first block, whose scales are then not used.
     page = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes
     page = tl.where(is_inside, page, base) + layer_bytes + g * PAGE * (DH + 1)
     behind = page + G * PAGE * (DH + 1)
@@ -1071,7 +1091,8 @@ def attend_fp8_tile(
     higher = tl.maximum(top, tl.max(score, 1))
     e = tl.where(seen, exp2(score - higher[:, None]), 0.0)
     shrink = exp2(top - higher)
-    # Weights are rounded to bf16 for the product, with the values' scales; their sum stays f32.
+    # For the product, weights are multiplied by the values' scales and rounded to bf16. The sum of the weights stays
+    # f32.
     scaled = tl.where(seen, e * v_scale[None, :], 0.0).to(tl.bfloat16)
     low = tl.dot(scaled, v_low, low * shrink[:, None])
     high = tl.dot(scaled, v_high, high * shrink[:, None])
@@ -1206,8 +1227,9 @@ def attend_prompt(
     """Compute what `attend_whole` does, to the bit, for tiles of adjacent rows of one sequence: x [R, H, DH] bf16.
 
     The rows of a tile share the loads of keys and values. A tile begins where the sequence changes, and at every
-    multiple of a tile's rows; the programs of all other rows have nothing to do. Each lane is a query head of a row.
-    WARPS is that of `attend_whole`: it decides the order of its sums.
+    multiple of the tile's number of rows. There is a program for every row, but only the first row's program of a tile
+    does any work. Each lane is a query head of a row. WARPS is the number of warps of `attend_whole`, which decides the
+    order of its sums.
     """
     row = tl.program_id(0)
     g = tl.program_id(1)
@@ -1216,8 +1238,8 @@ def attend_prompt(
     record = rows + row * WORDS
     number = tl.load(record + TABLE)
     base, blocks, shared, readable = regions_of(record, block_bytes)
-    # The row before decides whether this one begins a tile. The guard between tenants holds for a whole tile, so its
-    # rows must be of the same regions, too.
+    # The previous row decides whether this row begins a tile. Reads are checked against one pair of regions for a whole
+    # tile, so the rows of a tile must have the same regions, too.
     if row % count > 0:
         its_base, its_blocks, its_shared, its_readable = regions_of(record - WORDS, block_bytes)
         same = (tl.load(record - WORDS + TABLE) == number) & (its_base == base) & (its_blocks == blocks)
@@ -1250,7 +1272,7 @@ def attend_prompt(
 
 @triton.jit
 def differ(one, other, mask):
-    """Return where two rows' records are of different sequences or regions, so that no tile has both."""
+    """Return where two rows' records differ in sequence or regions, so that the rows can't be in the same tile."""
     different = tl.load(one + TABLE, mask=mask, other=0) != tl.load(other + TABLE, mask=mask, other=0)
     different |= tl.load(one + BLOCKS, mask=mask, other=0) != tl.load(other + BLOCKS, mask=mask, other=0)
     one_base, other_base = (one + BASE).to(tl.pointer_type(tl.int64)), (other + BASE).to(tl.pointer_type(tl.int64))
@@ -1275,16 +1297,19 @@ def cut_spans(
     SPLIT: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Cut the attention of at most LANES rows into spans, for `attend_spans`: one program for a step.
+    """Divide the attention of a step's rows, at most LANES, into spans for `attend_spans`. One program does all of it.
 
-    A tile is up to `count` adjacent rows of one sequence, as in `attend_prompt`. A tile with more than `whole_splits`
-    splits is cut into spans of at least `least_splits` splits, so that the step has about `max_spans` spans; every
-    other tile is one span. Cut tiles need room for one part per row and split, of `room` in all; if there is not enough
-    left, a tile is not cut. S is at least R + `max_spans`.
+    A tile has up to `count` adjacent rows of one sequence, as in `attend_prompt`. A tile with more than `whole_splits`
+    splits is cut into spans of at least `least_splits` splits, so that the step has about `max_spans` spans. Every
+    other tile is one span.
 
-    Writes the spans, those of cut tiles first: the tile's first row and number of rows, the span's first split and the
-    one after its last, the index of the tile's parts (-1: not cut), the tile's number of splits. The remaining spans
-    get the row -1. For each row, `cuts` gets the index of its parts and its tile's number of splits.
+    A cut tile stores one part for each row and split. There is room for `room` parts. A tile for which too little room
+    is left is not cut. S is at least R + `max_spans`.
+
+    Writes S records to `spans`, those of cut tiles first. A record has six numbers: the tile's first row, its number of
+    rows, the span's first split, the split after its last, the index of the tile's parts or -1 if it is not cut, and
+    the tile's number of splits. Records that are not used get the row -1. For each row, `cuts` gets the index of the
+    row's parts and its tile's number of splits.
     """
     i = tl.arange(0, LANES)
     inside = i < R
@@ -1293,11 +1318,11 @@ def cut_spans(
     begins = (i % count == 0) | differ(record, record - WORDS, inside & (i % count > 0))
     ends = ((i + 1) % count == 0) | (i + 1 == R) | differ(record, record + WORDS, i + 1 < R)
     ends = ends & inside
-    # The first row of the tile, and the length of its longest row so far. Neither decreases within a tile, so both are
-    # packed into one word, and one scan for the maximum computes both.
+    # Compute each row's first row of its tile, and the most splits of a row so far. Neither number decreases within a
+    # tile. So both are packed into one word, and one scan for the maximum computes both.
     first = tl.associative_scan(tl.where(begins, i, 0), 0, highest)
     both = tl.associative_scan((first << 16) | tl.cdiv(position + 1, SPLIT), 0, highest)
-    # From here on, the last row of each tile has what the tile needs.
+    # From here on, the values of each tile's last row are those of the tile.
     splits = both & 0xFFFF
     tile_rows = i - first + 1
     is_long = ends & (splits > whole_splits)
@@ -1337,8 +1362,8 @@ def attend_spans(
 ):  # fmt: skip
     """Compute what `attend_prompt` does, to the bit, with several programs for each long tile that `cut_spans` has cut.
 
-    The results of uncut tiles are written to x; the parts of cut tiles are written where `combine` reads them. Tiles of
-    one row are left to `attend_row_spans`, except with FP8 (not None).
+    The results of uncut tiles are written to x. The parts of cut tiles are written for `combine`. Tiles of one row are
+    skipped, because `attend_row_spans` computes them, unless FP8 is not None.
     """
     g = tl.program_id(0)
     span = spans + tl.program_id(1) * SPAN_WORDS
@@ -1377,7 +1402,7 @@ def attend_row_spans(
     x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `attend_spans` does, to the bit, for tiles of one row, where the heads fill fewer lanes."""
+    """Compute what `attend_spans` does, to the bit, for tiles of one row. These need only HEADS lanes."""
     g = tl.program_id(0)
     span = spans + tl.program_id(1) * SPAN_WORDS
     row = tl.load(span + FIRST_ROW)
@@ -1428,7 +1453,7 @@ def attend_row_spans(
 
 @triton.jit
 def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
-    """Add gate_up's parts, and gate them. parts [splits, R, 2 F], gate first; x [R, F]."""
+    """Add the parts of gate and up, [splits, R, 2 F] with gate first, and write SiLU(gate) * up to x [R, F]."""
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     m = c < F
@@ -1450,16 +1475,18 @@ def gelu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LANES: tl.constexpr, PLACES: tl.constexpr):
-    """Choose each row's K likeliest of E experts, likeliest first; if some are equal, the lowest. Compute their shares.
+    """Choose each row's K likeliest of E experts, likeliest first, and compute their shares.
 
-    `parts` are the router's logits [splits, R, E]. Shares [R, K] are probabilities over all experts, or over the chosen
-    ones if `is_normalised`. A padded row's experts [R, K] are -1. E is at most LANES, and K at most PLACES.
+    `parts` are the router's logits [splits, R, E]. Of equally likely experts, the lowest is chosen. Shares [R, K] are
+    probabilities over all experts, or over the chosen ones if `is_normalised`. A padded row's experts [R, K] are -1. E
+    is at most LANES, and K at most PLACES.
     """
     row = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     places = tl.arange(0, PLACES)
     logits = added(parts, splits, stride, row * E + lanes, lanes < E)
-    # NaN is unequal to itself, and is chosen last. So each place gets a valid expert, whatever the logits are.
+    # NaN is unequal to itself. Experts with NaN are chosen last, so each place gets a valid expert, whatever the logits
+    # are.
     numbers = tl.where((lanes < E) & (logits == logits), logits, -float("inf"))
     weights = tl.where(lanes < E, exp2((numbers - tl.max(numbers, 0)) * LOG2_E), 0.0)
     total = tl.sum(weights, 0)
@@ -1485,7 +1512,7 @@ def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LAN
 
 @triton.jit
 def group(pairs, tiles, experts, P, E, T, rows_per_tile, LANES: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Gather the pairs of rows and experts by expert: each of T tiles has an expert, and up to `rows_per_tile` pairs.
+    """Group the pairs of rows and experts into T tiles. A tile has one expert, and up to `rows_per_tile` pairs.
 
     `experts` [P] has each pair's expert, or -1 for none. Program e of E writes the tiles of expert e: `tiles` [T] gets
     e, and `pairs` [T, rows_per_tile] gets the pairs in ascending order, followed by -1. The remaining tiles get -1. T
@@ -1497,7 +1524,8 @@ def group(pairs, tiles, experts, P, E, T, rows_per_tile, LANES: tl.constexpr, BL
     e = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     i = tl.arange(0, BLOCK_P)
-    # Step 1: count the pairs of all experts, to find where this program's tiles begin. Every program does this itself.
+    # Step 1: count the pairs of all experts, to find where this program's tiles begin. Every program counts all of
+    # them.
     counts = tl.zeros((LANES,), tl.int32)
     for p in range(0, P, BLOCK_P):
         its = tl.load(experts + p + i, mask=p + i < P, other=-1)
@@ -1517,7 +1545,7 @@ def group(pairs, tiles, experts, P, E, T, rows_per_tile, LANES: tl.constexpr, BL
         tl.store(to + at + i, -1, mask=at + i < (end - begin) * rows_per_tile)
     for tile in range(begin, end):
         tl.store(tiles + tile, e)
-    # The last expert's program knows how many tiles there are.
+    # The last expert's program marks the tiles that are not used.
     if e == E - 1:
         for tile in range(end, T):
             tl.store(tiles + tile, -1)
@@ -1535,7 +1563,7 @@ def experts_silu_bf16(y, x, w, pairs, tiles, R, F, K, C, BM: tl.constexpr, BN: t
     e = tl.load(tiles + tile)
     if e >= 0:
         pair = tl.load(pairs + tile * BM + tl.arange(0, BM))
-        # Without a pair, use a row beyond the last one, which reads as 0.
+        # A row of the tile without a pair reads row R of x, which is beyond the last one and so reads as 0.
         r = tl.where(pair >= 0, pair // C, R)
         gate, up = gate_and_up(x, w + e.to(tl.int64) * 2 * F * K, r, n, R, F, K, BM, BN, BK)
         tl.store(y + pair[:, None] * F + n[None, :], gated(gate, up), mask=(pair >= 0)[:, None] & (n < F)[None, :])
@@ -1568,15 +1596,19 @@ def experts_bf16(parts, y, w, shares, pairs, tiles, R, N, K, C, BM: tl.constexpr
 
 @triton.jit
 def ordered(x):
-    """A float's bits as an integer of the same order; the sum makes a zero of the negative one."""
-    # Negative floats order backwards as integers, so all bits but the sign are flipped.
+    """Return floats' bits as integers that have the same order."""
+    # Adding 0 turns -0 into 0. As integers, negative floats have the reverse order, so all of their bits but the sign
+    # are flipped.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
-    """Return which of the tokens c are kept, and their weights e^((logit - top) * inverse), 0 for the others."""
+    """Return which of the tokens c have a logit that reaches the threshold, and their weights, 0 for the others.
+
+    A weight is e^((logit - top) * inverse), where `inverse` is the inverse temperature.
+    """
     logits = added(parts, splits, stride, row * V + c, c < V)
     weights = exp2((logits - top) * inverse * LOG2_E)
     chosen = (c < V) & (ordered(logits) >= threshold)
@@ -1585,8 +1617,8 @@ def kept(parts, splits, stride, row, V, c, threshold, top, inverse):
 
 @triton.jit
 def uniform(seed, position):
-    """A number in [0, 1) of 24 bits: Philox4x32-10 of (seed, position)."""
-    # Counter-based: the number depends on seed and position alone, so a replayed token is chosen by the same number.
+    """Return a random number of 24 bits in [0, 1), by Philox4x32-10."""
+    # The number depends only on seed and position, so a token that is computed again is chosen by the same number.
     first, _, _, _ = tl.philox(seed, position, 0, 0, 0)
     return (first.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
 
@@ -1595,15 +1627,15 @@ def uniform(seed, position):
 def scan(bests, tokens, totals, parts, splits, stride, V, blocks, BLOCK_V: tl.constexpr):
     """Find each block's highest logit, the lowest token that has it, and the sum of e^(logit - highest) over the block.
 
-    The three are [R, blocks]. A block without a number has -infinity, token 0 and 0.
+    `bests`, `tokens` and `totals` are [R, blocks]. A block with only NaN gets -infinity, token 0 and sum 0.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     c = block * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = added(parts, splits, stride, row * V + c, c < V)
-    # NaN is unequal to itself, and never wins.
+    # NaN is unequal to itself, and is never the highest.
     numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
     best = tl.max(numbers, 0)
-    # Of equal logits take the lowest token, so that ties do not depend on how lanes are arranged.
+    # Of tokens with equal logits, take the lowest, so that the choice does not depend on the lanes' arrangement.
     token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
     weights = exp2((numbers - best) * LOG2_E)
     at = row * blocks + block
@@ -1636,8 +1668,9 @@ def merged(bests, tokens, totals, row, blocks, LANES: tl.constexpr):
 
 @triton.jit
 def total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V: tl.constexpr):
-    """Add the weights of the kept tokens, first lane by lane over the blocks, then over the lanes. Also count them."""
-    # Lane by lane over ascending blocks, then over the lanes: an order that depends on the vocabulary's size alone.
+    """Return the sum of the kept tokens' weights, and the number of kept tokens."""
+    # Weights are added lane by lane over ascending blocks, and then over the lanes. This order depends only on the
+    # vocabulary's size.
     total = tl.zeros((BLOCK_V,), tl.float32)
     count = tl.zeros((BLOCK_V,), tl.int32)
     for v in range(0, V, BLOCK_V):
@@ -1661,16 +1694,17 @@ def count_kept(parts, splits, stride, row, V, threshold, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def raised(threshold, bit):
-    """Set a bit of a threshold, counted from the sign bit. The sign bit is the exception: setting it clears it."""
-    # Bit 0 is the sign. Setting it first means to try 0 instead of the least integer.
+    """Return a threshold raised by one bit, counted from the sign bit."""
+    # Bit 0 is the sign. There the search tries 0 instead of the least integer.
     return tl.where(bit == 0, 0, threshold | (1 << (31 - bit)))
 
 
 @triton.jit
 def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.constexpr):
-    """Return the highest threshold that at least `top_k` tokens reach, or one that exactly `top_k` do; and the number.
+    """Return a threshold that keeps the `top_k` highest logits, and the number of tokens that reach it.
 
-    A threshold above `limit`, the highest logit's, is not tried.
+    It is the highest threshold that at least `top_k` tokens reach, or any that exactly `top_k` tokens reach. `limit` is
+    the highest logit in the order of `ordered`. No threshold above it is tried.
     """
     # A binary search over the bits of the ordered logits, highest bit first: at most 32 counts, without sorting the
     # vocabulary. It ends early once exactly `top_k` tokens reach the threshold.
@@ -1678,7 +1712,7 @@ def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.con
     count = V
     bit = tl.zeros((), tl.int32)
     while (bit < 32) & (count != top_k):
-        # A trial above the highest logit would keep nothing, so it is skipped.
+        # A threshold above the highest logit would keep nothing.
         trial = raised(threshold, bit)
         if trial <= limit:
             reached = count_kept(parts, splits, stride, row, V, trial, BLOCK_V)
@@ -1693,11 +1727,11 @@ def top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V: tl.con
 def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough, top, inverse, BLOCK_V: tl.constexpr):
     """Return the highest threshold whose kept weights sum to `enough`, or a lower one that keeps the same tokens.
 
-    `count` tokens reach `lowest`, and the threshold is at least that. The search ends when a single token separates the
-    tokens kept at `found` from those kept at a threshold that is too high.
+    The threshold is at least `lowest`, which `count` tokens reach.
     """
-    # The same search by weight instead of count. `count` tokens reach `found`, and `fewer` reach the lowest threshold
-    # that is too high; once they differ by one, no threshold in between changes the choice.
+    # The search is that of `top_k_threshold`, by weight instead of count. `count` tokens reach `found`, and `fewer`
+    # tokens reach the lowest threshold known to be too high. Once these numbers differ by one, no threshold in between
+    # changes the choice.
     found = tl.full((), -2147483648, tl.int32)
     fewer = tl.zeros((), tl.int32)
     bit = tl.zeros((), tl.int32)
@@ -1717,19 +1751,18 @@ def top_p_threshold(parts, splits, stride, row, V, limit, lowest, count, enough,
 
 @triton.jit
 def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V: tl.constexpr):
-    """Return the first kept token at which the running sum of weights exceeds `wanted`; -1 if by rounding none does."""
-    # Walk the vocabulary in ascending blocks until the sum of kept weights passes `wanted`: inverse transform sampling.
+    """Return the first kept token at which the sum of weights so far exceeds `wanted`; -1 if rounding leaves none."""
+    # Inverse transform sampling: add the kept weights in ascending blocks until their sum exceeds `wanted`.
     before = tl.zeros((), tl.float32)
     chosen = tl.full((), -1, tl.int32)
     v = tl.zeros((), tl.int32)
     while (v < V) & (chosen < 0):
         c = v + tl.arange(0, BLOCK_V)
         _, w = kept(parts, splits, stride, row, V, c, threshold, top, inverse)
-        # The block's sum decides whether the sum passes here; only then is the prefix sum computed.
+        # The prefix sums are computed only for a block in which the sum exceeds `wanted`.
         behind = before + tl.sum(w, 0)
         if behind > wanted:
-            # The block where the sum passes. Rounding of the prefix sums may leave no token here; then the next block
-            # is searched.
+            # If rounding of the prefix sums leaves no token in this block, the next block is searched.
             here = tl.min(tl.where((before + tl.cumsum(w, 0) > wanted) & (w > 0.0), c, 2147483647), 0)
             chosen = tl.where(here < V, here, chosen)
         before = behind
@@ -1741,10 +1774,10 @@ def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK
 def sampled(record, parts, splits, stride, row, V, likeliest, top, BLOCK_V: tl.constexpr):
     """Return the token that a row's sampling chooses from its logits.
 
-    A temperature of 0 (INVERSE_TEMPERATURE 0) takes `likeliest`. Otherwise it keeps the TOP_K highest logits (0: all),
-    drops those more than DEPTH below the highest (0: none), and keeps the fewest of the rest that together have TOP_P
-    of their probability. A random number chooses among them; it depends on seed and position alone. Equal logits are
-    kept or dropped together.
+    If INVERSE_TEMPERATURE is 0, the result is `likeliest`. Otherwise the kernel keeps the TOP_K highest logits, or all
+    for 0. It drops those more than DEPTH below the highest, or none for 0. Of the rest, it keeps the fewest that
+    together have TOP_P of the rest's probability. Equal logits are kept or dropped together. A random number, which
+    depends only on seed and position, then chooses one of the kept tokens.
     """
     token = likeliest
     position = tl.load(record + POSITION)
@@ -1758,21 +1791,20 @@ def sampled(record, parts, splits, stride, row, V, likeliest, top, BLOCK_V: tl.c
         top_k = tl.load(record + TOP_K)
         if (top_k > 0) & (top_k < V):
             threshold, count = top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V)
-        # Step 2: min_p, which the host has turned into a distance from the highest logit.
+        # Step 2: min_p, which the host has converted to a distance from the highest logit.
         depth = tl.load((record + DEPTH).to(tl.pointer_type(tl.float32)))
         if depth > 0.0:
             threshold = tl.maximum(threshold, ordered(top - depth))
         total, count = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
         top_p = tl.load((record + TOP_P).to(tl.pointer_type(tl.float32)))
-        # Step 3: top_p, of the probability that is left.
+        # Step 3: top_p of the remaining probability.
         if top_p < 1.0:
             enough = total * top_p
             threshold = top_p_threshold(
                 parts, splits, stride, row, V, limit, threshold, count, enough, top, inverse, BLOCK_V
             )
             total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
-        # Step 4: choose by the number of this seed and position. Rounding may choose none: then the likeliest token is
-        # taken.
+        # Step 4: choose a token by the random number. If rounding leaves none, the likeliest token is taken.
         seed = tl.load((record + SEED).to(tl.pointer_type(tl.int64)))
         wanted = uniform(seed, position) * total
         chosen = choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V)
@@ -1794,13 +1826,13 @@ def store_result(results, row, token, logit, top, everything):
 def sample(
     results, parts, rows, bests, tokens, totals, splits, stride, V, blocks, BLOCK_V: tl.constexpr, LANES: tl.constexpr
 ):
-    """Choose each row's token from its logits [splits, R, V], and from what `scan` found of them.
+    """Choose each row's token from its logits [splits, R, V] and from the results of `scan`.
 
     A result has the token, its logit, the highest logit, and the sum of e^(logit - highest). From these the host
-    computes the logarithm of the token's probability, by the unfiltered logits at temperature 1.
+    computes the logarithm of the token's probability at temperature 1, without any filter.
     """
     row = tl.program_id(0)
-    # The likeliest token, also the answer for greedy sampling and for padded rows.
+    # Padded rows get the likeliest token, as in greedy sampling.
     likeliest, top, everything = merged(bests, tokens, totals, row, blocks, LANES)
     token = sampled(rows + row * WORDS, parts, splits, stride, row, V, likeliest, top, BLOCK_V)
     logit = added(parts, splits, stride, row * V + token, token < V)
@@ -1812,12 +1844,16 @@ def guide(
     guided, bests, tokens, parts, guides, entries, masks, splits, stride, V, blocks, mask_words,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits from which each row chooses, `guided` [R, V], and each block's highest logit and its token.
+    """Write the logits from which each row chooses to `guided` [R, V], and each block's highest logit and its token.
 
-    A row's mask (MASK, -1: none) has a bit for each token that is allowed; the other tokens get -infinity. The row has
-    COUNT entries from FIRST on, each for a different token: ADDEND is added to the token's logit, the sum is divided by
-    DIVISOR if it is above 0 and multiplied by it otherwise, and SUBTRAHEND is subtracted. A row with neither mask nor
-    entries chooses from its own logits, to the bit.
+    MASK is the index of a row's mask, or -1 for none. A mask has a bit for each allowed token. The other tokens get
+    -infinity.
+
+    A row has COUNT entries from index FIRST on, each for a different token. An entry changes the token's logit in three
+    steps: ADDEND is added; the sum is divided by DIVISOR if the sum is above 0, and multiplied by DIVISOR otherwise;
+    SUBTRAHEND is subtracted.
+
+    A row with neither mask nor entries chooses from its own logits, to the bit.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     begin = block * BLOCK_V
@@ -1846,7 +1882,7 @@ def guide(
             tl.store(guided + row * V + token, value, mask=here)
         tl.debug_barrier()
         logits = tl.load(guided + row * V + c, mask=c < V, other=-float("inf"))
-    # As in `scan`: NaN never wins, and of equal logits the lowest token does.
+    # As in `scan`, NaN is never the highest, and of equal logits the lowest token is taken.
     numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
     best = tl.max(numbers, 0)
     token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
@@ -1859,10 +1895,11 @@ def sample_guided(
     results, guided, bests, tokens, parts, guides, rows, own_bests, own_tokens, own_totals, splits, stride, V, blocks,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Choose each row's token from its guided logits. Report it with the probability that the row's own logits give it.
+    """Choose each row's token from its guided logits. The result has the token's probability by the row's own logits.
 
-    `own_bests`, `own_tokens` and `own_totals` are the results of `scan` for the row's own logits. A row with a TARGET
-    (not -1) reports that token's logit instead of the chosen token's. This is how the tokens of a prompt are scored.
+    `own_bests`, `own_tokens` and `own_totals` are the results of `scan` for the row's own logits. If a row's TARGET is
+    not -1, the result has the logit of the token TARGET instead of the chosen token's. In this way a prompt's tokens
+    are scored.
     """
     row = tl.program_id(0)
     likeliest, top, _ = merged(bests, tokens, own_totals, row, blocks, LANES)
@@ -1881,9 +1918,8 @@ def rank(
 ):  # fmt: skip
     """Write each row's RANKS likeliest tokens and their logits to `ranked` [R, PLACES, 2].
 
-    Equal logits are ordered by token, lowest first. `bests` and `tokens` are the results of `scan`; there are at most
-    LANES blocks. If fewer than RANKS of a row's logits are numbers above -infinity, the remaining places have the logit
-    -infinity.
+    Equal logits are ordered by token, lowest first. `bests` and `tokens` are the results of `scan`, for at most LANES
+    blocks. If fewer than RANKS of a row's logits are above -infinity, the remaining places get the logit -infinity.
     """
     row = tl.program_id(0)
     lanes = tl.arange(0, LANES)
@@ -1896,8 +1932,8 @@ def rank(
         out = ranked + (row * PLACES + place) * 2
         tl.store(out, found)
         tl.store((out + 1).to(tl.pointer_type(tl.float32)), top)
-        # Only the block that contained this token changes: its next best is the best of the tokens after this one in
-        # the order.
+        # Only the block that contained this token changes. Its next best token is the best of the tokens that come
+        # after this one in the order.
         block = found // BLOCK_V
         c = block * BLOCK_V + tl.arange(0, BLOCK_V)
         logits = added(parts, splits, stride, row * V + c, c < V)
