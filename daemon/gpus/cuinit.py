@@ -1,7 +1,8 @@
 """`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints its result as JSON.
 
-The call needs a separate process: an initialised driver does not survive a fork, and a broken driver may hang. The
-daemon runs this only if no worker can create a context, to distinguish faults of the driver from faults of the sandbox.
+The daemon runs this only if no worker can create a context. The result shows whether the driver or the sandbox is at
+fault. The call needs a separate process, because an initialised driver does not survive a fork and a broken driver may
+hang.
 """
 
 import ctypes
@@ -15,17 +16,16 @@ from gpulease.protocol.fast_dataclass import dataclass
 LIBRARY: Final = "libcuda.so.1"
 
 TIMEOUT_S: Final = 60.0
-"""How long cuInit may take, in seconds. It takes seconds for each card that must wake up, and a host may have eight
-cards."""
+"""Maximum time of cuInit in seconds. It takes some seconds for each card that must wake up, and a host may have eight.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CuInitResult:
     """The result of cuInit.
 
-    Attributes:
-        number: The CUresult, 0 for success; None if there is no result.
-        reason: The reason for a missing result; "" if the library is missing.
+    Attributes: number: The CUresult, 0 for success; None if there is no result. reason: Why there is no result; "" if
+    the library is missing.
     """
 
     number: int | None
@@ -42,7 +42,7 @@ def ask() -> CuInitResult:
         return CuInitResult(None, f"it did not return within {TIMEOUT_S:g} s")
     except OSError as error:
         return CuInitResult(None, f"no process can be started: {error.strerror}")
-    # A crash in the driver is a finding, too: report the signal.
+    # The driver may crash. Then report the signal.
     if done.returncode < 0:
         return CuInitResult(None, f"it died of signal {-done.returncode}")
     try:
@@ -57,7 +57,7 @@ def _call() -> CuInitResult:
         library = ctypes.CDLL(LIBRARY)
         function = library.cuInit
     except (OSError, AttributeError) as error:
-        # A missing library has its own diagnosis. If a library exists but can't be loaded, report the loader's message.
+        # If the library exists but can't be loaded, report the loader's message. A missing library is reported as "".
         text = str(error)
         return CuInitResult(None, "" if f"{LIBRARY}: cannot open shared object file: No such file" in text else text)
     function.argtypes, function.restype = [ctypes.c_uint], ctypes.c_int

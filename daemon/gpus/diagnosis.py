@@ -1,7 +1,8 @@
-"""The diagnosis of unusable cards: from an error number and the host's state, a message, a hint, and whether to retry.
+"""Explains to the operator why cards are unusable, from an error number and the host's state.
 
-The numbers come from NVML (nvmlReturn_t of nvml.h) and the CUDA driver API (CUresult of cuda.h). One number often has
-several causes ("no device"), so the state of the host decides first: its kernel module, device nodes and PCI cards.
+The numbers come from NVML (nvmlReturn_t of nvml.h) and the CUDA driver API (CUresult of cuda.h). One number, such as
+that for "no device", often has several causes. So the host's kernel module, device nodes and PCI cards are checked
+first.
 """
 
 import os
@@ -23,7 +24,7 @@ _DISPLAY_CLASS: Final = "0x03"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The state of NVIDIA's driver on the host, found out without the driver.
+    """The state of NVIDIA's driver on the host, read from files without the driver's help.
 
     Attributes:
         module_version: The version of the loaded kernel module; "" if none is loaded.
@@ -39,7 +40,10 @@ class Host:
 
 
 def describe_host(root: Path = ROOT) -> Host:
-    """Return the host's state. Opens the device nodes: nothing else shows whether a control group denies them."""
+    """Return the host's state.
+
+    This opens the device nodes, because only an open shows whether a control group denies them.
+    """
     # If there is no card's node, report the first card's node as missing.
     dev = root / "dev"
     cards = sorted(node.name for node in _entries_of(dev) if _CARD_NODE.fullmatch(node.name)) or ["nvidia0"]
@@ -248,12 +252,12 @@ _BY_HOST: Final = frozenset(
     {(Library.NVML, 4), (Library.NVML, 9), (Library.NVML, 17), (Library.NVML, 999)}
     | {(Library.CUDA, number) for number in (3, 100, 101, 304, 999)}
 )
-"""Numbers that a library returns for any reason for which it can't use the driver."""
+"""Numbers that a library returns for several different faults of the driver."""
 
 
 def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     """Return the diagnosis of a library's error number on a host in this state."""
-    # Such a number is ambiguous, so prefer a fault that the host's state shows.
+    # If the number has several causes, prefer a fault that the host's state shows.
     if (library, number) in _BY_HOST and (fault := _fault_of(library, host)) is not None:
         return fault
     diagnosis = BY_NUMBER.get((library, number))

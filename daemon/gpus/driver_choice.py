@@ -1,4 +1,4 @@
-"""Chooses cards by the driver setting and the host's drivers. Never falls back to emulated cards silently."""
+"""Chooses cards by the `driver` setting and the host's drivers. If it chooses emulated cards by itself, it warns."""
 
 import os
 from pathlib import Path
@@ -25,14 +25,14 @@ def has_nvidia_driver() -> bool:
 
 
 def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
-    """Return a driver's cards; "auto" means cuda if an NVIDIA driver is present, working or not, else cpu.
+    """Return a driver's cards. "auto" means cuda if the host has an NVIDIA driver, working or not, and else cpu.
 
-    Raises CardsUnavailable: an operator with a broken driver needs an error, not computation on the host.
+    Raises CardsUnavailable. A broken NVIDIA driver is an error too: it never leads to emulated cards.
     """
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
         warning = "" if driver == "cpu" else EMULATION_WARNING
         return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,), warning=warning)
-    # Only emulated cards may each have a size; real cards have one common limit.
+    # Only emulated cards may have a size each. Real cards have one limit for all of them.
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
             "with real cards, vram must be one size, not several",

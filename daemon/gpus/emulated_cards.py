@@ -1,4 +1,4 @@
-"""The embedded driver's cards, emulated in host memory: any number, of any size."""
+"""The embedded driver's cards, which are emulated in host memory."""
 
 import os
 import uuid
@@ -12,13 +12,12 @@ _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 
 
 MAX_CARD_BYTES: Final = 512 << 30
-"""Memory of the largest card. A worker can't reserve more address space for one slice, so a larger size is a typing
-mistake."""
+"""Maximum memory of a card. A worker can't reserve more address space for one slice."""
 
 
 ALLOWANCE_BYTES: Final = 1 << 20
-"""Bytes for modules' variables, mostly texts of assertions, in sessions with a full slice. They are in host memory, so
-they are not charged to an emulated card."""
+"""Bytes that a session may use for modules' variables, such as texts of assertions, when its slice is full. They are in
+host memory and not charged to a card."""
 
 
 CONTEXT_BYTES: Final = 0
@@ -42,7 +41,7 @@ class EmbeddedCards:
     has_others = False
 
     def __init__(self, sizes_bytes: Sequence[int], warning: str = "") -> None:
-        # Check the sizes now: a worker would fail only later, when it reserves the addresses.
+        # Check the sizes now. Otherwise a worker would fail later, when it reserves the addresses.
         self.warning = warning
         for size_bytes in sizes_bytes:
             if size_bytes > MAX_CARD_BYTES:

@@ -1,8 +1,9 @@
-"""NVIDIA cards, read through NVML, the broker's only way to read them. NVML creates no context and takes no VRAM.
+"""NVIDIA cards. The broker reads them through NVML, which creates no context and takes no VRAM.
 
-A reading has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and nvmlDeviceGetMemoryInfo): the bytes of each
-process, and the card's other used bytes, which belong to no process. A dead process disappears from the first half some
-milliseconds before its bytes disappear from the second. The lease table decides what a reading proves.
+A reading has the bytes of each process (nvmlDeviceGetComputeRunningProcesses), and the used bytes that belong to no
+process (from nvmlDeviceGetMemoryInfo). When a process ends, it disappears from the list of processes some milliseconds
+before its bytes are free. In between, its bytes count as belonging to no process. The lease table decides what a
+reading proves.
 """
 
 import contextlib
@@ -20,20 +21,23 @@ from gpulease.daemon.gpus.visible_cards import HostCard, visible_cards
 from gpulease.daemon.leases import CardRow
 
 RESERVE_BYTES: Final = 256 << 20
-"""Subtracted from every card's capacity: the driver's own use grows a little with the number of contexts."""
+"""Bytes subtracted from every card's capacity, because the driver's own use grows a little with the number of contexts.
+"""
 
 UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
-"""The largest change of the unowned bytes that does not count as a leak; a context takes more. The bytes of programs
-outside the daemon may change by the same amount without being noticed. The reserve covers both."""
+"""Maximum growth of the unowned bytes that does not count as a leak. A context takes more than this. The bytes of
+programs outside the daemon may also grow by this much without effect. RESERVE_BYTES covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
-"""Bytes for the driver's own use of a card, in pages of 2 MiB, in addition to a tenant's bytes. Nearly all of it is for
-modules with assertions or the device's heap: an H100 once took 150 MiB of local memory and heap. Without the allowance,
-a tenant with a full lease could not load a kernel with an assertion."""
+"""Bytes that the driver may use for a session in addition to the tenant's bytes. Nearly all of it is for modules with
+assertions or the device's heap: on an H100, local memory and heap took 150 MiB. Without this allowance, a tenant with a
+full lease could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20
-"""Bytes for use that the rules do not count, such as gaps between small modules. A session that takes more is ended."""
+"""Bytes that a session may use beyond those that are counted, for example for gaps between small modules. A session
+that uses more is ended.
+"""
 
 
 class NvidiaCards:
@@ -62,7 +66,7 @@ class NvidiaCards:
             raise _unavailable(error) from None
 
     def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
-        """Return all cards. Present use reduces a card's capacity, unless `rows` has an earlier measurement."""
+        """Return all cards. Bytes in use now reduce a card's capacity, unless `rows` has an earlier measurement."""
         try:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
             host_cards = [_host_card(handle) for handle in handles]
@@ -76,8 +80,7 @@ class NvidiaCards:
 
     def why_no_context(self) -> CardsUnavailable | None:
         """Return the reason why CUDA can't use the cards that NVML lists; None if it can."""
-        # NVML works here, or the daemon would not have started. Only CUDA can fail in this way, and a child process can
-        # check it.
+        # NVML works, or the daemon would not have started. So check CUDA, in a child process.
         answer = cuinit.ask()
         if answer.number == 0:
             return None
@@ -90,7 +93,7 @@ class NvidiaCards:
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """Return the bytes of a process, by NVML. Raises CardsUnavailable if NVML does not show them.
 
-        Without this figure, admission and the proof of a reclaim would be meaningless.
+        Admission and the proof of a reclaim both need this figure.
         """
         try:
             used_bytes = self._processes(card_uuid).get(pid, 0)
@@ -107,10 +110,11 @@ class NvidiaCards:
         return used_bytes
 
     def read(self, card_uuid: str) -> CardReading:
-        """Read a card, as the module describes.
+        """Read a card's bytes by process, and its unowned bytes.
 
-        NVML lists the processes before and after it reads the card's sum. A process that begins or ends in between
-        would hide unowned bytes. So only bytes that a process held at both times are subtracted from the sum.
+        The processes are listed before and after the card's used bytes are read. Only bytes that a process held both
+        times are subtracted from the used bytes. Otherwise a process that begins or ends in between would hide unowned
+        bytes.
         """
         try:
             before = self._processes(card_uuid)
@@ -122,8 +126,7 @@ class NvidiaCards:
             ) from None
         # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
         owned = sum(min(before_bytes, after.get(pid, 0)) for pid, before_bytes in before.items())
-        # Count only bytes beyond those that were unowned when the daemon first measured the card, before the first
-        # lease.
+        # Subtract the bytes that were unowned when the daemon first measured the card, before the first lease.
         unowned = used - owned - self._unattributed_bytes[card_uuid]
         return CardReading(unowned, after, self._outside_bytes_at_first[card_uuid])
 
@@ -152,17 +155,17 @@ class NvidiaCards:
         self._listings[uuid] = SharedCall(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        # A card is measured once in each boot, before the first lease: later, the bytes of leases could not be
-        # distinguished from the bytes of others.
+        # A card is measured once in each boot, before the first lease. Later, the bytes of leases could not be
+        # distinguished from those of other programs.
         if (measured := rows.get(uuid)) is not None:
-            # Present use belongs to leases that are taken over, and to leases that are just ending.
+            # Bytes in use now belong to leases of the daemon before this one.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
         else:
             used = self._used(uuid)
             unattributed_bytes = used - sum(self._processes(uuid).values())
             found_bytes = max(0, total - used - RESERVE_BYTES)
         self._unattributed_bytes[uuid] = unattributed_bytes
-        # These bytes have already reduced the capacity, so they must not count as outside use again.
+        # The capacity is already reduced by these bytes, so `outside_bytes` subtracts them.
         self._outside_bytes_at_first[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
         capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
         return CardFacts(

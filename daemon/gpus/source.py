@@ -1,4 +1,4 @@
-"""The interface between the broker and the code that queries the cards, with retries and shared calls of the driver."""
+"""The interface through which the broker queries cards; also retries at the start, and shared driver calls."""
 
 import asyncio
 import threading
@@ -30,23 +30,18 @@ class CardsUnavailable(CannotStart):
 
 
 POLL_ERRORS: Final = (CardsUnavailable, MemoryError, RuntimeError)
-"""Errors that mean that a card reports no figure, or that no thread can be started to poll it."""
+"""Errors of a poll: the card reports no figure, or no thread can be started."""
 
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
     """A card as discovered.
 
-    Attributes:
-        uuid: The card's UUID.
-        index: The card's number among those that the daemon may use.
-        name: The product's name.
-        capacity_bytes: The bytes for leases and their contexts, after the node's reserve.
-        is_partition: Whether the card is a MIG partition.
-        found_bytes: The capacity before the operator's own bound.
-        unattributed_bytes: The used bytes that belong to no process, with which proofs compare later readings.
-        slack_bytes: The largest change of other programs' bytes that does not count as a leak; the reserve covers it.
-        peers: UUIDs of the cards whose memory this card can read over NVLink.
+    Attributes: uuid: The card's UUID. index: The card's number among those that the daemon may use. name: The product's
+    name. capacity_bytes: The bytes for leases and their contexts, without the node's reserve. is_partition: Whether the
+    card is a MIG partition. found_bytes: The capacity without the operator's limit. unattributed_bytes: The used bytes
+    that belonged to no process when the card was first measured. slack_bytes: Maximum growth of other programs' bytes
+    that does not count as a leak. peers: UUIDs of the cards whose memory this card can read over NVLink.
     """
 
     uuid: str
@@ -84,7 +79,7 @@ class CardReading:
 
 @dataclass(frozen=True, slots=True)
 class CardLoad:
-    """A card's present load; None for a figure that its driver does not report.
+    """A card's load now. A figure is None if the driver does not report it.
 
     Attributes:
         utilization_percent: The percentage of the driver's last sample period in which a kernel ran.
@@ -104,15 +99,15 @@ class CardSource(Protocol):
 
     @property
     def warning(self) -> str:
-        """A sentence that warns operators and tenants if these cards are not what they may expect; else ""."""
+        """A sentence that warns operators and tenants of these cards, if they are emulated; else ""."""
 
     @property
     def allowance_bytes(self) -> int:
-        """The bytes that a session may take beyond its context and slice, for rounding, code and local memory."""
+        """The bytes for rounding, code and local memory that a session may use in addition to its slice."""
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes that the node reserves for each session beyond its slice. A session that takes more is ended."""
+        """The bytes reserved for each session in addition to its slice. A session that uses more is ended."""
 
     def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
         """Return all cards. Raises CardsUnavailable.
@@ -138,7 +133,7 @@ class CardSource(Protocol):
 
 
 RETRY_S: Final = 30.0
-"""The time for all retries. A driver that needs longer can be used only after the next start of the daemon."""
+"""Maximum time of all retries in seconds. If the driver needs longer, the daemon must be started again."""
 
 FIRST_PAUSE_S: Final = 0.25
 MAX_PAUSE_S: Final = 4.0
@@ -155,9 +150,9 @@ def pause_s(tried: int, waited_s: float) -> float | None:
 
 
 async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `attempt`, which is retried after faults that may pass. Raises its last CardsUnavailable.
+    """Call `attempt` until it succeeds, and return its result. Raises its last CardsUnavailable.
 
-    Faults that may pass are device nodes that appear late, and a driver that is still loading.
+    Only faults with `may_pass` are retried: a device node that appears late, or a driver that is still loading.
     """
     started = time.monotonic()
     tried = 0
@@ -166,11 +161,11 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except CardsUnavailable as error:
-            # Raise a permanent fault at once, and a fault that may pass only when the time for retries is over.
+            # Raise a permanent fault at once, and other faults when the time for retries is over.
             wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise
-            # Log this once, so that an operator who watches the start knows what the daemon is waiting for.
+            # Log the first fault, so that an operator sees why the daemon does not start yet.
             if tried == 1:
                 message = f"{error}; the daemon retries for {RETRY_S:g} s. {error.hint}"
                 log_event(LogEvent.CARDS_AWAITED, message, reason=str(error), hint=error.hint, patience_s=RETRY_S)
@@ -178,10 +173,10 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 class SharedCall(Generic[T]):
-    """A slow call of the driver, shared by threads that each need a fresh result.
+    """A slow call of the driver, shared by threads that each need a result from after their request.
 
-    A call answers all threads that asked before it began. A thread that asks during a call waits for the next one and
-    shares it. One of the asking threads makes the call.
+    One call serves all threads that requested it before it began. A thread that makes a request during a call waits for
+    the next call.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -191,19 +186,17 @@ class SharedCall(Generic[T]):
         self._next: Future[T] | None = None
 
     def get(self) -> T:
-        """Return the result of a call that begins after this one; raises the call's exception."""
-        # The first thread that asks makes the call for all threads that ask before it begins.
+        """Return the result of a driver call that begins after this method was called. Raises the call's exception."""
+        # The first thread makes the call. Threads that come before the call begins wait for its result.
         with self._lock:
             future, is_first = self._next, self._next is None
             if future is None:
                 future = self._next = Future()
         if is_first:
-            # Make one call at a time. While this thread waits here, others may still join the call that is about to
-            # begin.
+            # Make one call at a time. While this thread waits here, other threads may join its call.
             with self._calling:
                 with self._lock:
-                    # From here on the call counts as begun: a thread that asks now could get a result from before it
-                    # asked, so it must join the next call.
+                    # From here on the call counts as begun, and a thread that comes now must join the next call.
                     self._next = None
                 self._answer(future)
         return future.result()

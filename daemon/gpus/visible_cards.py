@@ -1,7 +1,7 @@
-"""The cards that CUDA_VISIBLE_DEVICES permits, as for any CUDA program ("CUDA Environment Variables").
+"""The cards that CUDA_VISIBLE_DEVICES permits (CUDA C++ Programming Guide, "CUDA Environment Variables").
 
-NVML ignores the variable and lists all cards of the host. CUDA ignores the first entry that names no card and all
-entries after it. Here such an entry is an error, because nobody might notice that the node has too few cards.
+NVML ignores the variable and lists all cards of the host. CUDA stops reading the variable at the first entry that names
+no card. Here such an entry is an error, because an operator might not notice that the node has too few cards.
 """
 
 import os
@@ -14,7 +14,7 @@ VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE: Final = "CUDA_DEVICE_ORDER"
 
 _NVML_ORDER: Final = "PCI_BUS_ID"
-"""The value of CUDA_DEVICE_ORDER with which CUDA numbers cards as NVML and nvidia-smi do."""
+"""The value of CUDA_DEVICE_ORDER for which CUDA, NVML and nvidia-smi number the cards alike."""
 
 
 class HostCard(NamedTuple):
@@ -41,7 +41,8 @@ def visible_cards(cards: Sequence[HostCard], environment: dict[str, str]) -> lis
 
 def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: dict[str, str]) -> int:
     if entry.isascii() and entry.isdecimal():
-        # By default, CUDA gives the fastest card number 0. Unless the order is known, a number may mean another card.
+        # By default, CUDA gives the fastest card the number 0. A number is unambiguous only if CUDA uses NVML's order,
+        # or if all cards are of one model.
         is_certain = environment.get(ORDER_VARIABLE) == _NVML_ORDER or len({card.name for card in cards}) == 1
         if not is_certain:
             raise _unusable(
@@ -51,7 +52,7 @@ def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: d
             )
         if int(entry) < len(cards):
             return int(entry)
-    # A UUID may be shortened, as long as it remains unique.
+    # CUDA accepts the beginning of a UUID if only one card's UUID begins so.
     found = [number for number, card in enumerate(cards) if card.uuid.startswith(entry) and entry.startswith("GPU-")]
     if len(found) == 1:
         return found[0]

@@ -30,11 +30,10 @@ from gpulease.daemon.web.web_messages import START, WebStart
 from gpulease.imports import end_imports
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
-"""Limit on the process's private memory, so that an attacker can't make it grow. An honest process uses about 60
-MiB."""
+"""Maximum private memory of the process in bytes, in case of an attack. The process normally uses about 60 MiB."""
 
 NICENESS: Final = 5
-"""Nice value of the process: tenants' work has priority over the page that shows it."""
+"""Nice value of the process, so that tenants' work has priority."""
 
 
 def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
@@ -47,18 +46,18 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     limit_server_log()
     channel = socket.socket(fileno=channel_fd)
     try:
-        # Step 1: receive the settings and the sockets. No byte of a reader has been read yet.
+        # Step 1: receive the settings and the sockets. The process has not yet read a byte of a request.
         received, fds = receive_message(channel)
         start = expect_message(START, received)
         broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
-        # Step 2: import and read everything that is needed later, because the sandbox hides the files.
+        # Step 2: import all modules and read the page's files, because the sandbox hides files.
         plan, _ = prepare(sandbox, SandboxNeeds(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
         page = load_page()
         asyncio.run(_rehearse(start, page))
-        # Enter here, between two event loops: the first has closed its descriptors, and the second has opened none.
+        # Enter the sandbox between two event loops: the first has closed its descriptors, and the second has opened
+        # none.
         plan.enter((channel_fd, *fds), parent_pid)
-        # Step 3: ask the broker to connect the process. The broker does so only now, because a connected peer must send
-        # HELLO soon.
+        # Step 3: ask the broker to open the connection, over which the process must soon send HELLO.
         send_message(channel, HelperPrepared().to_map())
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
@@ -89,7 +88,7 @@ async def _serve(
     """Serve until the broker is gone, or until the feed or the server fails. Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
     feed = Feed(start.node)
-    # Connect first: without the broker, the page has nothing to show.
+    # Connect to the broker before serving, because the page shows the broker's reports.
     _, link = await loop.create_connection(lambda: BrokerLink(feed.on_event), sock=broker)
     await link.greet()
     app, broker_channel = _site(start, page, feed)
@@ -101,7 +100,7 @@ async def _serve(
     await _first_of(begin_task, feeding, serving, link.lost)
     if begin_task.done():
         send_message(channel, Ready().to_map())
-    # From here on, if one of these ends, the process ends, and the broker starts another one.
+    # Serve until the feed, the server or the connection ends. Then the process ends, and the broker starts another one.
     await _first_of(feeding, serving, link.lost)
     if link.lost.done():
         raise ChannelClosed("the broker is gone")

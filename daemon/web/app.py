@@ -1,4 +1,4 @@
-"""The web process's answers: the page, its state and stream, health, metrics, and an operator's actions."""
+"""The web process's responses: the page, its state and event stream, health, metrics, and an operator's actions."""
 
 import asyncio
 import hashlib
@@ -60,21 +60,20 @@ FILES: Final = {
 } | {f"/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS}
 
 MAX_STREAMS: Final = 24
-"""Maximum number of streams at a time; further ones are refused. Each receives the whole state every second."""
+"""Maximum number of open event streams. Each receives the whole state every second."""
 
 OPERATORS_STREAMS: Final = 8
-"""Number of further streams, only for pages with the operator's token, so that other local users can't lock operators
-out."""
+"""Number of additional streams that need the operator's token, so that other local users can't lock operators out."""
 
 STATE_FRESH_S: Final = 0.1
-"""Seconds for which an encoded state is reused. The age that it states is wrong by at most this time."""
+"""Seconds for which an encoded state is reused. The ages in it are wrong by at most this time."""
 
 HISTORY_FRESH_S: Final = 1.0
-"""Seconds for which the encoded last hour of the cards is reused; a sample is added every ten seconds."""
+"""Seconds for which the encoded history of the cards is reused. A sample is added to it every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""Longest duration of a stream in seconds; then the page opens another. So a stream ends even if its reader has
-disappeared.
+"""Maximum duration of a stream in seconds. The page then opens another one. So a stream whose reader has disappeared
+ends.
 """
 
 QUIET_S: Final = 3.0
@@ -83,14 +82,14 @@ QUIET_S: Final = 3.0
 RETRY_S: Final = 5
 
 REASON: Final = "revoked by the operator"
-"""The reason for the tenant if the operator gave none."""
+"""The reason that the tenant receives if the operator gave none."""
 
 OUTCOMES: Final = {
     RevokeOutcome.TORN_DOWN: "torndown",
     RevokeOutcome.FENCED: "fenced",
     RevokeOutcome.NOT_FOUND: "notfound",
 }
-"""The outcomes, in the words of `gpulease revoke --json`."""
+"""The outcomes of a revocation, in the words of `gpulease revoke --json`."""
 
 STATUS_OF: Final = {
     WebRefusal.WRONG_TOKEN: 401,
@@ -100,7 +99,7 @@ STATUS_OF: Final = {
 }
 
 MAX_WITHIN_S: Final = 4_294_967
-"""Longest time of a drain: 49 days, the most that the protocol's DRAIN can express."""
+"""Maximum time of a drain in seconds: 49 days, the most that the protocol's DRAIN can express."""
 
 _LEASE_ID: Final = re.compile("[0-9a-f]{32}")
 _CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
@@ -108,15 +107,14 @@ _SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
 class PageAccess:
-    """Checks the operator's token, which shows tenants' names and allows actions.
+    """Checks the operator's token. Only requests with the token see tenants' names and may act.
 
     For actions, the broker checks the token again.
 
     Args:
         token_digest: The SHA-256 of the operator's token; b"" if there is none.
 
-    Attributes:
-        changes: How many times the token has changed.
+    Attributes: changes: Number of times that the token has changed.
     """
 
     def __init__(self, token_digest: bytes) -> None:
@@ -125,7 +123,7 @@ class PageAccess:
         self._wrong_tokens = WrongTokens()
 
     def change(self, token_digest: bytes) -> None:
-        """From now on, accept another token. Ends the streams that were opened with the old token."""
+        """Accept another token from now on, and end the streams that were opened with the old token."""
         self.changes += 1
         self._token_digest = token_digest
 
@@ -135,14 +133,14 @@ class PageAccess:
 
     def token_of(self, request: Request) -> bytes:
         """Return the operator's token. Raises HTTPException, 401, if the request has none or a wrong one."""
-        # RFC 6750, 2.1: `Authorization: Bearer TOKEN`. Compare digests, in constant time, so that no answer's duration
-        # shows how much of a token was right.
+        # RFC 6750, 2.1: `Authorization: Bearer TOKEN`. Compare digests in constant time, so that the time of a response
+        # does not show how much of a token was right.
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         token = text.strip().encode("latin-1")
         digest = hashlib.sha256(token).digest()
         if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(digest, self._token_digest):
             return token
-        # Count only real attempts. A reader without a token makes none.
+        # A request without a token is not an attempt.
         if scheme and self._token_digest:
             self._wrong_tokens.add()
         reason = "This is not the operator's token." if scheme else "This request needs the operator's token."
@@ -151,7 +149,7 @@ class PageAccess:
 
 
 class _Stream(StreamingResponse):
-    """A streamed answer that calls `on_end` when it ends, even if that is before its first bytes."""
+    """A streamed response that calls `on_end` when it ends, even if it ends before its first bytes."""
 
     def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream")
@@ -175,7 +173,7 @@ def load_page() -> Page:
 
 
 class Site:
-    """Every answer of the web process, from one feed."""
+    """The handlers of all paths that the web process serves."""
 
     def __init__(
         self,
@@ -245,7 +243,7 @@ class Site:
         # The answer to HEAD has the headers of the stream, and does not count as a stream.
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        # Count the stream now, not at its first bytes: several requests may come before the loop runs the first stream.
+        # Count the stream now, because more requests may come before the loop runs this stream.
         self._streams += 1
         return _Stream(self._stream(self._access.changes, is_named=is_named), self._on_stream_end)
 
@@ -255,12 +253,11 @@ class Site:
     async def _stream(self, changes: int, *, is_named: bool) -> AsyncIterator[bytes]:
         """Yield server-sent events (HTML, 9.2): `state` with each snapshot, and comments between snapshots.
 
-        Args:
-            changes: `PageAccess.changes` when the request came; the stream ends when the token changes.
-            is_named: Whether the request carried the operator's token.
+        Args: changes: `PageAccess.changes` when the request came. The stream ends when it changes. is_named: Whether
+        the request carried the operator's token.
         """
         until_s = time.monotonic() + STREAM_S
-        # The head is sent with the first bytes, so send some bytes before the broker answers.
+        # The response's headers are sent with its first bytes, so send a comment before the broker answers.
         yield b": gpulease\n\n"
         # After QUIET_S without a snapshot, send a comment, so that a proxy keeps the connection open and a lost reader
         # is noticed.
@@ -278,15 +275,13 @@ class Site:
 
     def _encode(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
         now_s = time.monotonic()
-        # Thousands of readers cost one encoding for each snapshot and view. There are two views, with names and with
-        # pseudonyms.
+        # All readers share the encodings of a snapshot: one with names, one with pseudonyms.
         if is_named in self._encodings:
             encoded_snapshot, at_s, encoded = self._encodings[is_named]
             if encoded_snapshot is snapshot and now_s - at_s < STATE_FRESH_S:
                 return encoded
         view = view_of(snapshot, self._pseudonyms, now_s, is_named=is_named)
-        # The only line breaks in ASCII are those of server-sent events, which JSON escapes, so no text can end an
-        # event's line.
+        # JSON escapes the line breaks of ASCII, so no text can end an event's line.
         encoded = json.dumps(view, separators=(",", ":")).encode("ascii")
         self._encodings[is_named] = snapshot, now_s, encoded
         return encoded
@@ -294,7 +289,7 @@ class Site:
     async def _revoke(self, request: Request) -> Response:
         # Step 1: check the token, so that a reader without it learns nothing from the other checks.
         token = self._access.token_of(request)
-        # Step 2: check the same bounds as the broker, to answer in words for people.
+        # Step 2: check the broker's bounds here too, to respond with a sentence for people.
         lease_id = request.path_params["lease_id"]
         if _LEASE_ID.fullmatch(lease_id) is None:
             raise HTTPException(400, "A lease's id must have 32 hexadecimal digits.")
@@ -309,7 +304,7 @@ class Site:
     async def _drain(self, request: Request) -> Response:
         token = self._access.token_of(request)
         card = _card_of(request) if "card" in request.path_params else ""
-        # PUT begins a drain; DELETE ends it, which the broker's message expresses as a drain without a time.
+        # PUT begins a drain, and DELETE ends it. The message to the broker expresses the end as a drain without a time.
         within_ms = None
         if request.method == "PUT":
             text = request.query_params.get("within_s", "")
@@ -326,7 +321,7 @@ class Site:
         return JSONResponse({"card": card, "cleared": await self._broker.clear_fences(card, token)})
 
     async def _cards_history(self, request: Request) -> Response:
-        # The history names no tenant, but a wrong token is refused nevertheless, so that the mistake is noticed.
+        # The history names no tenant and needs no token. A wrong token still fails, so that the mistake is noticed.
         self._access.is_operator(request)
         now_s = time.monotonic()
         at_s, encoded = self._history
@@ -366,7 +361,7 @@ async def _on_not_done(request: Request, refusal: ActionNotDone) -> Response:
 
 
 async def rehearse(app: App, host: str) -> None:
-    """Request every path once, without a broker, so that late imports happen before the sandbox hides the files."""
+    """Request every path once, without a broker, so that all late imports are done before the sandbox hides files."""
 
     async def receive() -> Any:
         return {"type": "http.disconnect"}
@@ -374,7 +369,7 @@ async def rehearse(app: App, host: str) -> None:
     async def send(message: Any) -> None:
         pass
 
-    # Request unknown paths and all methods, too: an error's answer imports further modules.
+    # Request unknown paths and all methods too, because error responses import further modules.
     answers = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
     actions = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN), ("PUT", f"{CARD_DRAINS}0"))
     for method, path in (*(("GET", path) for path in (*FILES, *answers)), *actions):
@@ -391,16 +386,13 @@ async def rehearse(app: App, host: str) -> None:
 Ask = Callable[[Opcode, Any], Awaitable[Any]]
 
 HEALTH_FRESH_S: Final = 0.5
-"""Maximum age of an answer, in seconds. Probes ask every few seconds, so a newer answer would be of no use."""
+"""Maximum age of a health report in seconds. Probes request one every few seconds."""
 
 
 class Cached:
-    """The broker's answer, or the fact that it did not answer, shared by all callers for a while.
+    """The broker's latest answer or failure to answer, which callers share for `fresh_s` seconds.
 
-    Args:
-        ask: Asks the broker. Raises BrokerSilent.
-        fresh_s: Seconds for which an answer is reused.
-        clock: Seconds on a monotonic clock.
+    `fetch` requests the answer, and raises BrokerSilent. `clock` returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -416,7 +408,7 @@ class Cached:
 
     async def get(self) -> Any:
         """Return the answer, at most `fresh_s` old. Raises BrokerSilent."""
-        # One caller asks. The others wait for the lock, and then find a fresh answer.
+        # One caller fetches the answer. The others wait for the lock, and then find a fresh answer.
         async with self._lock:
             if self._clock() >= self._until_s:
                 await self._renew()
@@ -427,14 +419,14 @@ class Cached:
     async def _renew(self) -> None:
         try:
             self._answer, self._silence = await self._ask(), None
-        # Keep even a missing answer for this time, so that not every caller asks a broker that hangs.
+        # Keep a failure for this time too, so that not every caller requests an answer from a broker that hangs.
         except BrokerSilent as error:
             self._silence = error
         self._until_s = self._clock() + self._fresh_s
 
 
 class HealthPage:
-    """The broker's health: whether the broker answers, and its own report."""
+    """The broker's health: whether it answers a ping, and the report that it gives."""
 
     def __init__(self, fetch: Ask) -> None:
         self._ping = Cached(lambda: fetch(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
@@ -450,13 +442,13 @@ class HealthPage:
 
 
 METRICS_FRESH_S: Final = 1.0
-"""Maximum age of an exposition, in seconds. Each takes the broker milliseconds, and any local user may ask."""
+"""Maximum age of an exposition in seconds. Each takes the broker milliseconds, and any local user may request one."""
 
 NO_VISITOR: Final = ("", "other")
 """Values of the label that name no tenant."""
 
 _TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
-"""The label, in Prometheus's text format: a backslash escapes a quote, a backslash and a line feed."""
+"""The label `tenant` in Prometheus's text format, where a backslash escapes a quote, a backslash and a line feed."""
 
 
 class MetricsPage:
@@ -465,7 +457,7 @@ class MetricsPage:
     def __init__(self, fetch: Ask, pseudonyms: Pseudonyms) -> None:
         async def scrape() -> tuple[str, str, str]:
             metrics = await fetch(Opcode.METRICS, Empty())
-            # Do this once for all callers: hiding names in many series takes a tenth of a second.
+            # Replace the names once for all callers, because that takes a tenth of a second for many series.
             return metrics.content_type, metrics.exposition, without_names(metrics.exposition, pseudonyms)
 
         self._cached = Cached(scrape, METRICS_FRESH_S)

@@ -43,7 +43,8 @@ from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseEvent
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 
 ANSWER_S: Final = 5.0
-"""Longest time for the broker to answer, in seconds. It takes a millisecond, or seconds on a host that swaps."""
+"""Maximum time in seconds for the broker to answer. It normally takes a millisecond, and seconds on a host that swaps.
+"""
 
 
 class BrokerSilent(Exception):
@@ -70,7 +71,7 @@ class BrokerLink(asyncio.Protocol):
         self._waiting: dict[int, asyncio.Future[Body | Failure]] = {}
 
     async def greet(self) -> None:
-        """Send HELLO and store the daemon's version. Raises BrokerSilent."""
+        """Send HELLO, and set `agent` from the broker's reply. Raises BrokerSilent."""
         reply = await self.ask(Opcode.HELLO, Hello(0, f"{AGENT} web", ()))
         assert isinstance(reply, HelloReply)
         self.agent = reply.agent
@@ -82,7 +83,7 @@ class BrokerLink(asyncio.Protocol):
         try:
             number, frame = self._connection.send_request(op, body)
         except LocalProtocolError as error:
-            # A broker that has not answered for an hour leaves MAX_IN_FLIGHT requests open.
+            # MAX_IN_FLIGHT requests are open, because the broker has not answered for a long time.
             raise BrokerSilent(str(error)) from None
         # Register the request before writing the frame, because the reply may arrive in the same turn of the loop.
         answer: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
@@ -139,8 +140,8 @@ class BrokerLink(asyncio.Protocol):
 
 
 OUTCOME_S: Final = 30.0
-"""Longest time for the broker to report an outcome. Ending a worker and proving its memory free takes a second. If
-either fails, the broker reports the failure within this time."""
+"""Maximum time in seconds for the broker to report an outcome. To end a worker and prove its memory free takes about a
+second. If that fails, the broker reports the failure within this time."""
 
 
 class ActionNotDone(Exception):
@@ -225,7 +226,7 @@ class BrokerChannel:
             raise BrokerSilent(f"the daemon has not reported the outcome for {OUTCOME_S:g} s") from None
         finally:
             self._waiting.pop(number, None)
-        # The answer is the outcome, a refusal or, because of a bug, the outcome of another kind of request.
+        # The answer is the outcome or a refusal. Only a bug can make it the outcome of another kind of request.
         if isinstance(outcome, ActionRefused):
             raise ActionNotDone(outcome.why, outcome.message)
         if not isinstance(outcome, expected):
@@ -246,7 +247,8 @@ class BrokerChannel:
         try:
             self._dispatch(expect_message(TO_WEB, received))
         except MalformedMessage as error:
-            # The broker has another version, or a bug. The caller that waits for this answer will get no other.
+            # The broker has another version or a bug. Fail the request that this message answers, because no other
+            # answer will come.
             log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
             answer = self._waiting.get(request_of(received) or 0)
             if answer is not None and not answer.done():

@@ -1,9 +1,9 @@
 """The checks of every request, the security headers of every answer, and limits on the server's log.
 
-The checks stop attacks on servers that listen on loopback. A foreign page in a browser on this host makes its own name
-resolve to 127.0.0.1 and sends requests to that name (DNS rebinding), or embeds what is served here. The server sets no
-cookie, so no other page can act as an operator. Requests that change something must come from this server's own page,
-or from a program.
+The server listens on loopback, where a browser on this host may be used to attack it. A foreign page may make its own
+name resolve to 127.0.0.1 and send requests to that name (DNS rebinding), or it may embed this server's page. So
+requests that change something must come from this server's own page, or from a program. The server sets no cookie that
+a foreign page could use.
 """
 
 import asyncio
@@ -29,7 +29,9 @@ POLICY: Final = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none';"
     " require-trusted-types-for 'script'"
 )
-"""Content Security Policy Level 3 and Trusted Types: only this server's own scripts run, and no text becomes markup."""
+"""The policy (Content Security Policy Level 3, Trusted Types) by which only this server's own scripts run, and no text
+is parsed as markup.
+"""
 
 HEADERS: Final = (
     (b"content-security-policy", POLICY.encode()),
@@ -66,8 +68,8 @@ PAGE_PATHS: Final = ("/",)
 def acting_methods(path: str) -> tuple[str, ...]:
     """Return the methods that change something at a path.
 
-    No form sends any of them. Another site's script needs this server's permission to send them, which it never gives
-    (Fetch Standard, CORS preflight).
+    An HTML form can't send any of these methods. Another site's script may send them only with this server's
+    permission, which the server never gives (Fetch Standard, CORS preflight).
     """
     if path == DRAIN or path.startswith(CARD_DRAINS):
         return SETTING
@@ -77,11 +79,9 @@ def acting_methods(path: str) -> tuple[str, ...]:
 class Guard:
     """Refuses requests that no honest reader sends, and adds the security headers to every answer.
 
-    Args:
-        app: The application behind the guard.
-        hosts: The names and addresses of this server, without ports.
-        others: Those of `hosts` that belong to a proxy, behind which the server has another origin.
-        setting: The setting that adds names, for the text of refusals.
+    Args: app: The application behind the guard. hosts: The names and addresses of this server, without ports. others:
+    Those of `hosts` that belong to a proxy in front of the server, which gives the server another origin. setting: The
+    setting that adds names, for the text of refusals.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = headers_of(scope["headers"])
         is_act = scope["method"] in acting_methods(scope["path"])
-        # First the host and the origin: a foreign page must not learn what this server would accept.
+        # Check host and origin first, so that a foreign page learns nothing from the other checks.
         refused = refusal(headers, self._known, is_act=is_act, is_linked=scope["path"] in PAGE_PATHS)
         if refused is not None:
             return refused
@@ -135,7 +135,7 @@ class Guard:
 # --- bounds on the log: a peer can cause these lines without end ---
 
 PAUSE_S: Final = 10.0
-"""Pause between two lines."""
+"""Pause between two log lines in seconds."""
 
 LOGGERS: Final = ("uvicorn.error", "asyncio")
 
@@ -147,23 +147,20 @@ def _call_later(delay_s: float, call: Callable[[], None]) -> object:
 
 
 class ServerLogFilter(logging.Filter):
-    """Admits one log line of the server every PAUSE_S, and none about a peer's violation of HTTP.
-
-    uvicorn logs such a violation as an error of h11 about an answer that comes too late.
-    """
+    """Admits one log line of uvicorn every PAUSE_S, and none about a peer's violation of HTTP."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._limit = RateLimit(PAUSE_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # h11 raises an error if a peer violates HTTP. A line about that would contain no fault of this daemon.
+        # If a peer violates HTTP, uvicorn logs an error of h11. This is not a fault of the daemon.
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, h11.ProtocolError) and self._limit.admit() is not None
 
 
 def limit_server_log() -> None:
-    """Put the filter before everything that the server logs."""
+    """Apply the filter to all log lines of the server."""
     server_filter = ServerLogFilter()
     for name in LOGGERS:
         logger = logging.getLogger(name)
@@ -174,8 +171,8 @@ def limit_server_log() -> None:
 class WrongTokens:
     """Logs requests with wrong tokens: the first at once, then a count every PAUSE_S while more come.
 
-    Wrong tokens lock out no client. Otherwise any local user could lock operators out, and a token can't be
-    guessed.
+    A wrong token has no other effect. If it locked clients out, any local user could lock operators out. A token is too
+    long to be guessed.
     """
 
     def __init__(self, call_later: CallLater = _call_later) -> None:
@@ -197,7 +194,6 @@ class WrongTokens:
 
     def _on_pause_over(self) -> None:
         self._is_pausing = False
-        # Log the count now, not with the next wrong token: there may be none, and then the log would show only one
-        # attempt.
+        # Log the count now. There may be no further wrong token with which it could be logged.
         if self._count:
             self._log()

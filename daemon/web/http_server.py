@@ -10,24 +10,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
-"""Maximum number of connections at a time. One more evicts the connection that has been idle for the longest, or else
-one that does not read its answer. So a local user who opens all connections can't lock others out."""
+"""Maximum number of open connections. A further connection evicts the one that has been idle for the longest, or else
+one that does not read its response. So a local user who opens all connections can't lock others out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Maximum number of bytes of a request's line and headers. Stops a peer that never ends them."""
+"""Maximum number of bytes of a request's line and headers together."""
 
 HEAD_S: Final = 10.0
-"""Longest time, in seconds, from a connection's start, or from its last answer, to the end of the next request. Stops a
-peer that sends a byte a second, or nothing."""
+"""Maximum time in seconds from a connection's start, or from its last response, to the end of the next request. It ends
+connections that send a byte a second, or nothing."""
 
 KEEP_ALIVE_S: Final = 5
 """Seconds for which an idle connection stays open."""
 
 STALL_S: Final = 10.0
-"""Seconds within which a peer must read a part of its answer once the kernel's and the transport's buffers are full."""
+"""Seconds within which a peer must read part of its response once the kernel's and the transport's buffers are full."""
 
 BUFFER_BYTES: Final = 256 << 10
-"""Largest buffered part of an answer: a whole state with 200 leases, so that no state is divided."""
+"""Maximum number of bytes of a response in the transport's buffer: room for a state with 200 leases."""
 
 
 class BoundedHttp(H11Protocol):
@@ -43,7 +43,7 @@ class BoundedHttp(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._idle_since_s = self.loop.time()
-        # The set already contains this connection. If there are now too many, close one.
+        # The set already contains this connection.
         if len(self.connections) > MAX_CONNECTIONS:
             self._eviction_victim().transport.abort()
         self._update_deadline()
@@ -68,10 +68,11 @@ class BoundedHttp(H11Protocol):
     def on_response_complete(self) -> None:
         """Start the deadline for the next request.
 
-        If the peer has sent further requests before this answer, they get no answer, and the connection closes. Neither
-        browsers nor Prometheus pipeline requests, and a connection that is always answering could never be evicted.
+        If the peer has already sent a further request (HTTP pipelining), the connection is closed. Otherwise a peer
+        could keep its connection busy at all times, and such a connection is never evicted. Browsers and Prometheus do
+        not pipeline requests.
         """
-        # Leave the connection open for a moment, so that the peer can read the answer.
+        # The transport closes after it has sent the response.
         if self.conn.trailing_data[0]:
             self.transport.close()
             self._lingering = self._lingering or self.loop.call_later(STALL_S, self.transport.abort)
@@ -96,7 +97,7 @@ class BoundedHttp(H11Protocol):
         super().connection_lost(error)
 
     def _update_deadline(self) -> None:
-        # While an answer is in progress, the server takes the time, not the peer, so no deadline applies.
+        # There is no deadline while the peer waits for the server's response.
         if self.is_answering or self.transport.is_closing():
             self._deadline = _cancel(self._deadline)
         elif self._deadline is None:
@@ -133,7 +134,7 @@ def server_of(app: App) -> Server:
         loop="asyncio",
         ws="none",
         lifespan="off",
-        # A peer must not be able to fill the daemon's log.
+        # Log only errors, so that a peer can't fill the daemon's log.
         log_config=None,
         log_level="error",
         access_log=False,

@@ -17,7 +17,7 @@ NEEDED: Final = ("starlette", "uvicorn", "h11")
 """The packages that serve the page, from the extra `serve`."""
 
 MIN_TOKEN_CHARS: Final = 32
-"""Minimum length of the operator's token. A reader may try any number of tokens, and could guess a shorter one."""
+"""Minimum length of the operator's token. The number of tries is not limited, so a shorter token could be guessed."""
 
 MAX_TOKEN_BYTES: Final = 4096
 """Maximum size of the token's file. A larger file can't be a token file."""
@@ -34,11 +34,9 @@ class BadToken(Exception):
 class HttpSettings:
     """The settings of the web page.
 
-    Attributes:
-        address: The loopback address that serves the page.
-        hosts: Further host names of the page, such as those of a proxy in front of it.
-        token_file: The file of the token that shows tenants' names and lease ids, and allows actions; None if no reader
-            may see or do that.
+    Attributes: address: The loopback address that serves the page. hosts: Further host names of the page, such as those
+    of a proxy in front of it. token_file: The file with the operator's token; None for no token. Only requests with the
+    token see tenants' names and lease ids, and may act.
     """
 
     address: TcpAddress
@@ -65,9 +63,9 @@ def parse_http(value: Any) -> TcpAddress:
     try:
         is_loopback = isinstance(address, TcpAddress) and ipaddress.ip_address(address.host).is_loopback
     except ValueError:
-        # Not even localhost is accepted: the page's address must not depend on the resolution of a name.
+        # Names are not accepted, not even localhost, because the page's address must not depend on name resolution.
         raise ValueError(f"{value!r} contains no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
-    # Step 3: refuse every other address. The page has no TLS, and a reader sends the operator's token to it.
+    # Step 3: refuse every other address, because operators send their token to the page without TLS.
     if not isinstance(address, TcpAddress) or not is_loopback:
         raise ValueError(
             f"{value} is not on loopback, and plain HTTP is only served there: write 127.0.0.1:PORT, and "

@@ -11,8 +11,7 @@ SAMPLE_S: Final = 10.0
 """Pause between two samples."""
 
 MAX_SAMPLES: Final = 360
-"""Maximum number of samples of each card: one hour. This bounds the memory of the broker and the web process, and the
-answer, 12 kB a card."""
+"""Maximum number of samples of each card, one hour of them. In a response they take 12 kB for each card."""
 
 GAP_SAMPLES: Final = 2.5
 """If two samples are further apart than this many times SAMPLE_S, the page draws a gap between them."""
@@ -54,7 +53,8 @@ class Loads:
 
     def take(self, loads: CardLoads) -> None:
         """Add a message's samples in order of time. A sample that arrives twice is kept once."""
-        # A new web process receives the samples of the whole hour, and perhaps, before or after them, a newer sample.
+        # A new web process receives one message with the whole hour, and may receive a newer sample before that
+        # message.
         by_time = {sample.at_ns: sample for sample in (*self._samples.get(loads.card, ()), *loads.samples)}
         self._samples[loads.card] = [by_time[at_ns] for at_ns in sorted(by_time)][-MAX_SAMPLES:]
 

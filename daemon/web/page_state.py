@@ -1,6 +1,6 @@
-"""The state that the page shows: the broker's reports, fetched while somebody watches, and the leases' events.
+"""The state that the page shows: the broker's reports and the leases' latest changes.
 
-The feed queries the broker at a limited rate, regardless of the number of readers and their requests.
+The feed fetches reports only while a page is open. Its rate of queries does not depend on the number of readers.
 """
 
 import asyncio
@@ -19,32 +19,32 @@ from gpulease.protocol.messages import Empty, LeaseEvent, LeaseRef, LeaseSubscri
 from gpulease.protocol.opcodes import Opcode, Phase
 
 FETCH_EVERY_S: Final = 1.0
-"""Pause between two fetches while somebody watches."""
+"""Seconds between two fetches while a page is open."""
 
 FRESH_S: Final = 0.5
-"""Maximum age, in seconds, of a snapshot that further readers get."""
+"""Maximum age in seconds of a snapshot that a request is answered with."""
 
 FETCH_SOON_S: Final = 0.2
-"""Shortest pause between two fetches. A single change is shown at once, and a thousand changes are shown together."""
+"""Minimum seconds between two fetches. Changes that come in this time are shown together."""
 
 MAX_CHANGES: Final = 100
 """Maximum number of changes of leases that are kept and shown."""
 
 ENDING: Final = frozenset({"grace", "teardown", "ended"})
-"""The phases of a lease's end. The page shows only the latest of them."""
+"""The phases in which a lease ends. The page shows one line for all of them, with the latest phase."""
 
 HISTORY: Final = 60
 """Number of snapshots for which a card's launch rate is kept."""
 
 GAP_S: Final = 5.0
-"""Longest time between two snapshots from which a launch rate is computed."""
+"""Maximum seconds between two snapshots from which a launch rate is computed."""
 
 MAX_CACHED_LEASES: Final = 4096
-"""Maximum number of leases whose tenant, card and size are kept, to be shown with their changes."""
+"""Maximum number of leases whose tenant, card and size the feed keeps, to show them with later changes."""
 
 MAX_LOOKUPS: Final = 64
-"""Maximum number of changes that wait until the feed has queried their lease; further changes are shown without their
-tenant. Otherwise thousands of short leases could make the broker answer a query for each."""
+"""Maximum number of changes that wait for a query of their lease. Further changes are shown without a tenant. So
+thousands of short leases do not cause as many queries."""
 
 LOOKUP_PAUSE_S: Final = 0.05
 """Pause, in seconds, between two queries of leases."""
@@ -85,9 +85,9 @@ class Feed:
         self._history: dict[str, deque[float | None]] = {}
 
     async def run(self, link: BrokerLink) -> None:
-        """Subscribe to all leases, then fetch while somebody watches. Raises BrokerSilent if it can't subscribe."""
+        """Subscribe to all leases, then fetch while a page is open. Raises BrokerSilent if it can't subscribe."""
         self._link = link
-        # Step 1: subscribe, so that no change between the first snapshot and the next is missed.
+        # Step 1: subscribe before the first snapshot, so that no change after it is missed.
         await link.ask(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(0))
         # Step 2: run two tasks, because a query of a lease must not delay the snapshots.
         async with asyncio.TaskGroup() as group:
@@ -118,7 +118,7 @@ class Feed:
         self._membership = membership
 
     def _forget_end(self, lease_id: str) -> None:
-        """Remove the earlier change about a lease's end, so that the list shows each end once, in its latest phase."""
+        """Remove the earlier change of a lease that is ending."""
         before = next((entry for entry in self._changes if entry.lease_id == lease_id and entry.phase in ENDING), None)
         if before is not None:
             self._changes.remove(before)
@@ -160,7 +160,7 @@ class Feed:
     async def _keep_fetching(self) -> None:
         while True:
             self._wakeup.clear()
-            # If nobody watches the page, do not query the broker.
+            # Do not query the broker while no page is open.
             if self._watchers:
                 try:
                     await self._fetch()
@@ -169,7 +169,7 @@ class Feed:
             # Pause at least this long, even if leases change during the pause.
             await asyncio.sleep(FETCH_SOON_S)
             try:
-                # While nobody watches, wait without a timeout: a new watcher ends the wait.
+                # While no page is open, wait without a timeout. A new watcher sets the event.
                 await asyncio.wait_for(self._wakeup.wait(), FETCH_EVERY_S - FETCH_SOON_S if self._watchers else None)
             except TimeoutError:
                 continue
@@ -178,7 +178,7 @@ class Feed:
         """Fetch a snapshot; concurrent callers share one fetch. Raises BrokerSilent."""
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.create_task(self._fetch_snapshot())
-            # Retrieve the exception even if every caller has been cancelled since.
+            # Retrieve the exception, in case every caller has been cancelled.
             self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._fetching)
 

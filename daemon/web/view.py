@@ -1,8 +1,8 @@
-"""The broker's reports as the page's JSON, with tenants' names or with pseudonyms in their place.
+"""Converts the broker's reports to the page's JSON, with tenants' names or with pseudonyms.
 
-The protocol hides tenants from each other, but on loopback any local user may ask. Without the operator's token, a
-reader sees a slice's size, age and remaining time. The slice's tenant, its id and texts about it stay hidden.
-Pseudonyms stay the same while the broker lives, and no other process can compute them.
+Any local user may open the page. Without the operator's token, the page shows a slice's size, age and remaining time,
+but not its tenant, its id or texts about it. A tenant has the same pseudonym as long as the broker runs, and no other
+process can compute it.
 """
 
 import hashlib
@@ -14,7 +14,9 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import MS_PER_S
 
 PSEUDONYM_CHARS: Final = 8
-"""Hexadecimal digits of a pseudonym. With a thousand tenants, two share one in about one of 8,600 daemon runs."""
+"""Hexadecimal digits of a pseudonym. With a thousand tenants, two of them have the same pseudonym in about one of 8,600
+runs of the daemon.
+"""
 
 KEY_CHARS: Final = 16
 
@@ -41,7 +43,7 @@ PARKING_OF_CARD: Final = (
     "park_wait_ms",
     "tenant_park_wait_ms",
 )
-"""Additional keys: the bytes that parked leases have released on the card, the host memory that they use and may use,
+"""Additional keys: the bytes of the card that parked leases have released, the host memory that they use and may use,
 and how long the card's next park must wait. All are 0 without parking.
 """
 
@@ -62,8 +64,8 @@ class Pseudonyms:
         return self._digest("lease", lease_id)[:KEY_CHARS]
 
     def _digest(self, kind: str, text: str) -> str:
-        # The digest is keyed, so that no reader can guess names. The kind distinguishes a tenant from a lease with the
-        # same text.
+        # Without the key, no reader can compute the pseudonym of a guessed name. The kind gives a tenant and a lease
+        # with the same text different pseudonyms.
         return hmac.new(self._secret, f"{kind}:{text}".encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
@@ -135,7 +137,7 @@ class Snapshot:
 
 
 def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
-    """Return the state as the page's JSON. Times are seconds from `now_s`, by a monotonic clock, which is never set."""
+    """Return the state as the page's JSON. Times are seconds relative to `now_s`, which is by a monotonic clock."""
     # Reports are as old as the snapshot, so correct every time in them by its age.
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
@@ -163,10 +165,10 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
 
 
 def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any] | None:
-    """Return the node in its fleet, and how many names it serves; for an operator, which."""
+    """Return the node's state in its fleet and the number of names that it serves; for an operator, the names too."""
     if (fleet := snapshot.fleet) is None:
         return None
-    # A fenced lease still holds its name, but no longer serves it.
+    # A fenced lease keeps its name, but no longer serves it.
     served = [lease for lease in snapshot.leases if "name" in lease and lease["state"] != "fenced"]
     left_s = None if fleet.left_s is None else _rounded(max(0.0, fleet.left_s - age_s))
     fields: dict[str, Any] = {
@@ -210,7 +212,7 @@ def _slice(
         # None while a client is connected to the lease, or if the lease needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
-    # For a parkable lease: where its session is, and since when it has been off its card.
+    # For a parkable lease, show where its session is, and since when it has been off its card.
     if (park := lease.get("park")) is not None:
         parked_ms = park["parked_for_ms"]
         fields["park"] = park["phase"]
@@ -218,12 +220,12 @@ def _slice(
         # Only an operator sees the reason, because it describes the tenant's session.
         warm_only = park.get("warm_only") or ""
         fields |= {"is_warm_only": bool(warm_only)} | ({"warm_only": warm_only} if is_named else {})
-    # An id gives no access to a lease, but with it a local user could follow a tenant.
+    # An id gives no access to a lease, but a local user could recognise a tenant by it.
     if is_named:
         fields["lease_id"] = lease["lease_id"]
         fields["reason"] = lease["reason"]
         fields["launches_per_s"] = rates.get(lease["lease_id"])
-        # The broker's account; absent for regions and sessions without a context.
+        # The broker counts these seconds. Regions and sessions without a context have none.
         fields["gpu_s"] = lease.get("gpu_seconds")
     return fields
 

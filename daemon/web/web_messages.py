@@ -1,4 +1,4 @@
-"""The messages between the broker and the web process, on the channel with which the process was started.
+"""The messages between the broker and the web process, on the channel that the broker opened at the process's start.
 
     from      messages                                             descriptors with them
     broker    WebStart, once: the settings                         the process's connection, and the listening sockets
@@ -60,7 +60,8 @@ class WebRefusal(Enum):
     TOO_MANY = "too_many"
     DENIED = "denied"
     FAILED = "failed"
-    """The broker could not read or perform the request, because of a fault of the daemon, which its log describes."""
+    """The broker could not read or perform the request because of a fault of the daemon. The log describes the fault.
+    """
 
 
 # --- broker to process ---
@@ -88,7 +89,7 @@ class WebStart(Message):
 
 @dataclass(frozen=True, slots=True)
 class TokenChanged(Message):
-    """From now on, accept another operator's token. `digest` is its SHA-256; b"" for no token."""
+    """Accept another operator's token from now on. `digest` is the token's SHA-256; b"" for no token."""
 
     OP: ClassVar[str] = "token"
     digest: Bytes

@@ -1,7 +1,7 @@
 """Changes kernels so that a graph may start them before the previous launch has ended.
 
-Weights and a step's rows do not change during a step, so a kernel's first reads of them need not wait for the previous
-launch: they take place while it ends. All other reads and all writes come after the wait, so the results are the same.
+A kernel may read weights and a step's rows while the previous launch ends, because no launch of the step changes them.
+All other reads and all writes come after the kernel's wait for that launch. So the results are the same.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Final
 WAIT: Final = "\tgriddepcontrol.wait;"
 
 PERMIT: Final = "\tgriddepcontrol.launch_dependents;"
-"""From here on, the next launch may start, if all blocks of this one have begun."""
+"""After this statement the next launch may start, once all blocks of this one have begun."""
 
 EARLY_READS: Final = '\t.pragma "gpulease.early_reads";'
 """Declares that no launch of a graph writes the memory that this kernel reads before it waits (client/README.md)."""
@@ -43,13 +43,10 @@ _REGISTER: Final = re.compile(r"%rd\d+")
 def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool) -> bytes:
     """Return a kernel for compute capability 9.0 that a graph may start before the previous launch has ended.
 
-    Args:
-        ptx: The kernel as Triton compiles it.
-        unwritten: The indexes of the parameters whose memory no launch of a graph writes. The kernel's first reads of
-            this memory come before its wait.
-        permits_first: Whether the next launch may start as soon as this one's blocks have begun. Otherwise it may start
-            when they have read all that they copy to shared memory or, if they copy in another way, when they have
-            ended.
+    Args: ptx: The kernel as compiled by Triton. unwritten: The indexes of the parameters whose memory no launch of a
+    graph writes. The kernel's first reads of this memory come before its wait. permits_first: Whether the next launch
+    may start as soon as this one's blocks have begun. Otherwise it starts later: after the last copy to shared memory,
+    or after the blocks' end if the kernel has no such copies.
     """
     lines = ptx.decode().replace(".target sm_80\n", ".target sm_90\n").split("\n")
     begin = lines.index("{") + 1
@@ -67,23 +64,23 @@ def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool
 
 
 def _first_reads(lines: list[str], begin: int, unwritten: frozenset[int]) -> tuple[list[str], list[str], int]:
-    """Divide a kernel's first statements into those before and those after its wait. Returns both, and where they end.
+    """Divide a kernel's first statements into those before and those after its wait; also return the end's line.
 
-    Statements before the wait read the `unwritten` parameters' memory, and compute. If a pipeline copies memory, only
-    the copies of its first stage come before the wait: more copies would delay the launch before this one (H200). If
-    there are no such reads, both are empty.
+    Before the wait, statements may only compute, and read the memory of the `unwritten` parameters. If a pipeline
+    copies memory, only the copies of its first stage come before the wait. More copies would delay the previous launch
+    (measured on an H200). Both lists are empty if no read may come before the wait.
     """
     before: list[str] = []
     after: list[str] = []
-    # Registers with addresses of unwritten memory, and with addresses of other memory.
+    # `allowed` are the registers with addresses of unwritten memory, `others` those with addresses of other memory.
     allowed: set[str] = set()
     others: set[str] = set()
     has_reads = copies = has_first_stage = False
     for end in range(begin, len(lines)):
         line = lines[end]
         if copy := _COPY.fullmatch(line):
-            # A group of copies is complete only if all earlier copies are, so a copy that comes earlier may belong to
-            # any later group. The kernel may then wait for it longer than necessary, but never too briefly.
+            # A group of copies is complete only if all earlier copies are. So an early copy may belong to any later
+            # group: the kernel may wait longer than necessary, but always until the copy is complete.
             is_allowed = copy[1] in allowed
             has_first_stage |= not is_allowed and copies
             is_early = is_allowed and not has_first_stage

@@ -1,8 +1,8 @@
-"""The decode engine: a model on a lease. One step computes rows of many tenants' sequences in one pass.
+"""The decode engine: a model on a lease. One step computes rows of several tenants' sequences together.
 
-A step is one graph launch that names the regions of its rows' tenants. It begins only if all of these regions are
-valid. Two steps may be in progress, so that the host plans the next one while the card computes. If the host does not
-know a row's token yet, the row takes it from the previous step, on the card.
+A step is one launch of a graph. The launch names the regions of the rows' tenants, and the step begins only if all of
+these regions are valid. Two steps may be in flight: the host plans the second while the card computes the first. So the
+host may not know a row's token yet. The card then takes the token from the result of the previous step.
 """
 
 from bisect import bisect_left
@@ -58,36 +58,34 @@ from gpulease.client.decode.row_records import (
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Maximum number of steps in flight: one is being computed, one waits. With a worker on another host the maximum is 1:
-without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after the
-graph.
+"""Maximum number of steps in flight: one is being computed, and one waits. The maximum is 1 for a worker on another
+host. There is no shared memory then, so separate requests before and after the graph copy rows and results.
 """
 
 MAX_REGION_SETS: Final = 256
 """Maximum number of region sets that the engine caches, one for each combination of tenants in a step. The oldest set
-is dropped, and made again when needed. A worker has room for more."""
+is dropped, and created again when needed. A worker has room for more."""
 
 COPY_BYTES: Final = 8 << 20
 """Size of one copy of blocks, in bytes. A step waits for at most one such copy, 0.2 ms on a card's bus."""
 
 MAX_COPY_TRIES: Final = 100
-"""Maximum number of tries to copy blocks. A try fails only if a region ended meanwhile, so this many failures mean that
-regions end continually."""
+"""Maximum number of tries to copy blocks. A try fails only if a region ended during the copy."""
 
 
 SPARE_BYTES: Final = 64 << 20
-"""Memory of the lease for what `lease_bytes` does not compute: the kernels' code, and the scratch memory of regions
-that have ended."""
+"""Lease memory, in bytes, for the kernels' code and for the scratch memory of regions that have ended."""
 
 UNSET: Final = np.array((0, 0.0, 0.0, 1.0), RESULT)
-"""The result of a row without logits: a record from which the logarithm of a probability can still be computed."""
+"""The result of a row without logits. The logarithm of a probability can be computed from it as from any other result.
+"""
 
 REGION_GRANULE_BYTES: Final = 2 << 20
 """On a card, a region's size is a multiple of this many bytes."""
 
 
 def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
-    """Return the memory that an engine's lease needs. `pools` has the number of blocks of each region.
+    """Return the bytes that an engine's lease needs. `pools` has the number of blocks of each region.
 
     Raises RequestRejected if a step with these limits has more values than the kernels can index, and InvalidRequest
     for more positions than the model's context.
@@ -104,12 +102,7 @@ def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPool:
-    """A tenant's blocks of keys and values: a region.
-
-    Attributes:
-        region: The region.
-        blocks: Its number of blocks.
-    """
+    """A region with `blocks` blocks of one tenant's keys and values."""
 
     region: Region
     blocks: int
@@ -117,7 +110,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class _RowOrder:
-    """The order of a step's rows on the card if only some have results: the rows with results come first.
+    """The order of a step's rows on the card. Rows with results come first.
 
     Attributes:
         results: The number of rows with results.
@@ -132,7 +125,7 @@ class _RowOrder:
     @classmethod
     def of(cls, chosen: "NDArray[np.intp]", count: int) -> Self:
         """Return the order of `count` rows of which the rows `chosen` have results."""
-        # The others keep their order, so that adjacent rows of a prompt stay adjacent.
+        # Rows without results keep their order, so that adjacent rows of a prompt stay adjacent.
         rows = np.concatenate([chosen, np.delete(np.arange(count), chosen)])
         return cls(len(chosen), rows, np.argsort(rows))
 
@@ -147,13 +140,13 @@ class _Step:
 
     @property
     def results(self) -> int:
-        """The number of rows with results: all rows, if there is no other order than the caller's."""
+        """The number of rows with results. Without an `order`, all rows have results."""
         return self.rows if self.order is None else self.order.results
 
 
 @dataclass(slots=True)
 class _GuideArrays:
-    """Arrays in the arena that a guided step's copies read and write. Each of the two steps in flight has a set."""
+    """Arrays in the arena from and to which a guided step copies. Each of the two steps in flight has one set."""
 
     guides: Rows
     entries: Rows
@@ -164,15 +157,11 @@ class _GuideArrays:
 class DecodeEngine:
     """A model on a lease, opened by `await DecodeEngine.open(...)`. `close` ends its session, but not the lease.
 
-    Attributes:
-        lease: The engine's lease.
-        session: The engine's session.
-        limits: Numbers of rows, sequences and positions for which it has room.
-        max_steps: Maximum number of steps in progress: MAX_STEPS, or 1 in a session without shared memory.
-        ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
-            if that step had no guidance.
-        normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
-            step was not pooled.
+    Attributes: lease: The engine's lease. session: The engine's session. limits: Maximum numbers of rows, sequences and
+    positions. max_steps: Maximum number of steps in progress: MAX_STEPS, or 1 in a session without shared memory.
+    ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None if that
+    step had no guidance. normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned
+    last; None if that step was not pooled.
     """
 
     def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
@@ -183,8 +172,7 @@ class DecodeEngine:
         self._forward: ForwardPass | None = forward
         self._uneven = UnevenTiles.of(forward.weights.config, self.limits)
         self._buckets = buckets_of(self.limits.max_rows)
-        # Graphs by bucket of rows, parity and kind: each of the two steps in flight has its own stream, row and result
-        # arrays.
+        # Graphs by bucket of rows, parity and kind. Even and odd steps have separate streams, rows and results.
         self._graphs: dict[tuple[int, int, StepKind], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
         self._prefix_arrays: list[NDArray[np.int32]] = []
@@ -200,8 +188,7 @@ class DecodeEngine:
         # The row order of the step that was started last. The next step's rows take tokens from its rows.
         self._order: _RowOrder | None = None
         self._next = 1
-        # The refusal of the earliest step that did not begin, until `finish` reports it; and the number of refusals so
-        # far.
+        # `_refused` is the error of the earliest step that did not begin, until `finish` raises it.
         self._refused: RegionFailed | None = None
         self._refusals = 0
 
@@ -217,19 +204,16 @@ class DecodeEngine:
     ) -> Self:
         """Open a session on the lease, load the model and the kernels, and record a graph for each number of rows.
 
-        Args:
-            lease: The lease; the caller renews and frees it.
-            checkpoint: The model (`open_model`).
-            limits: Numbers of rows, sequences and positions to make room for.
-            packed: Whether quantised weights stay packed if kernels can read them packed.
-            progress: Called with the number of bytes loaded so far and the total number.
+        Args: lease: The lease; the caller renews and frees it. checkpoint: The model (`open_model`). limits: Maximum
+        numbers of rows, sequences and positions. packed: Whether quantised weights stay packed if kernels can read them
+        packed. progress: Called with the number of bytes loaded so far and the total number.
 
         Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the error that
         ended the lease. After an error nothing stays open.
         """
         check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:
-            # Each resource is pushed as soon as it exists, so a failure at any point closes everything that was opened.
+            # If a later statement fails, the stack closes everything that was opened before.
             session = await GpuSession(lease)
             stack.push_async_callback(session.close)
             weights = await load_weights(
@@ -255,7 +239,7 @@ class DecodeEngine:
         session, forward, rows = self.session, self.forward, self.limits.max_rows
         for parity in range(self.max_steps):
             self._streams.append(await session.stream())
-            # These arrays are in the arena: the card accesses them directly, at addresses that the graphs contain.
+            # These arrays are in the arena. The graphs contain their addresses, and the card accesses them directly.
             rows_in, result_rows = session.empty(rows, ROW), session.empty(rows, RESULT)
             rows_in[:] = np.zeros(1, ROW)
             rows_in["position"] = NO_ROW
@@ -272,9 +256,8 @@ class DecodeEngine:
             # Each new sequence has a row, so a step has no more new sequences than rows.
             prefix_rows = min(rows, self.limits.tables)
             self._prefix_arrays.append(session.empty((prefix_rows, self.limits.table_blocks), np.int32))
-            # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
-            # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps do not run
-            # kernels of the other kinds.
+            # Record a graph for each bucket and kind of step: copy the rows in, run the kernels, copy the results out.
+            # Without shared memory, `start` and `_fetch` do the copies.
             for bucket in self._buckets:
                 for kind in forward.kinds(bucket):
                     async with session.record() as graph:
@@ -318,8 +301,7 @@ class DecodeEngine:
             try:
                 await pool.region.close()
             except RegionFailed as error:
-                # This may be the refusal of an earlier step, not of this request. `finish` will report it, so try
-                # again.
+                # The error may be the refusal of an earlier step. `finish` will raise it, so try this request again.
                 if not self._keep_refusal(error):
                     raise
             else:
@@ -365,22 +347,21 @@ class DecodeEngine:
     ) -> None:
         """Copy blocks, one run of adjacent blocks after another.
 
-        After the worker has refused a step, it skips requests without replies until it has reported the refusal. So if
-        a refusal is reported during the copy, all blocks are copied again.
+        After refusing a step, the worker skips requests without replies until it has reported the refusal. If that
+        happens during the copy, some blocks may not have been copied. So all blocks are copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(
                 f"A block is not one of the pool's {pool.blocks}", "Use numbers of blocks in the pool"
             )
-        # A refusal during a pass over the blocks invalidates the pass, so compare the number of refusals before and
-        # after.
+        # A pass over the blocks is valid only if the number of refusals is the same before and after it.
         size_bytes = contents.shape[1]
         for _ in range(MAX_COPY_TRIES):
             refusals = self._refusals
             try:
                 for first, last in _runs(blocks, max(1, COPY_BYTES // size_bytes)):
                     await copy(blocks[first] * size_bytes, contents[first:last])
-                # Copies after a refused step are skipped silently. Only this wait shows whether they were done.
+                # The worker reports only at this wait whether it skipped copies.
                 await self.session.default_stream.sync()
             except RegionFailed as error:
                 if error.lease_id == pool.region.lease_id:
@@ -426,18 +407,15 @@ class DecodeEngine:
         chosen: "NDArray[np.intp] | None" = None,
         is_pooled: bool = False,
     ) -> int:
-        """Start a step after the steps in progress, without waiting for it. Returns its number.
+        """Start a step after the steps in flight, and do not wait for it. Returns the step's number.
 
-        Args:
-            rows: ROW records, `limits.max_rows` at most. `source` must be a row of the previous step that has a result.
-            pools: The pools of the rows' sequences.
-            guidance: Changes which tokens are chosen, or asks for reports of more tokens. Rows without a guide are not
-                affected.
-            prefixes: For each sequence that begins after blocks that earlier steps computed: its row of the block
-                tables, and the first entries of that row. The step itself only adds the entries of its rows' positions.
-            chosen: The rows that must have results; None: all rows. Other rows' results may be unset, which saves time.
-                With guidance, all rows have results.
-            is_pooled: Whether `finish` sets `normed`.
+        Args: rows: ROW records, `limits.max_rows` at most. `source` must be a row of the previous step that has a
+        result. pools: The pools of the rows' sequences. guidance: Changes logits, restricts tokens or requests the
+        likeliest tokens. Rows without a guide are not affected. prefixes: For each sequence that begins with blocks
+        that earlier steps computed: its row of the block tables, and the numbers of these blocks. The step itself adds
+        only the entries of its rows' positions. chosen: The rows that must have results, or None for all rows. Other
+        rows' results may be unset, which saves time. With guidance, all rows have results. is_pooled: Whether `finish`
+        sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
         NoModelLoaded after `close`, or the error that ended the session. After an error this step is not in flight, but
@@ -450,7 +428,7 @@ class DecodeEngine:
             raise RequestRejected(
                 f"{self.max_steps} steps are already in progress, the maximum", "Await `finish` first"
             )
-        # A step in flight was refused, so this one has no tokens to start from.
+        # A step in flight was refused. This step needs its tokens, so it can't start.
         if self._refused is not None:
             raise self._refused
         # The two steps in flight alternate between two streams and two sets of arrays.
@@ -459,10 +437,10 @@ class DecodeEngine:
         rows_in, stream = self._rows[parity], self._streams[parity]
         kind = self._kind_of(bucket, rows, guidance, chosen)
         order = None if chosen is None or kind.head_rows is None else _RowOrder.of(chosen, count)
-        # Pad with rows that compute nothing, up to the bucket: a graph has a constant number of rows.
+        # A graph has a constant number of rows. Pad the step to the bucket with rows that compute nothing.
         bytes_of(rows_in[:count])[:] = bytes_of(rows if order is None else rows.take(order.rows))
         if self._order is not None:
-            # The previous step has its rows in a different order.
+            # Convert the sources to the order of the previous step's rows on the card.
             sources = rows_in["source"][:count]
             has_source = sources >= 0
             sources[has_source] = self._order.indexes[sources[has_source]]
@@ -473,7 +451,7 @@ class DecodeEngine:
             self._check_guidance(guidance, count)
         if prefixes:
             self._check_prefixes(prefixes)
-        # Append the step first and launch it then, because a copy of blocks in another task may receive its refusal.
+        # Append the step before its launch, because a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
         try:
             region_set = await self._region_set(frozenset(pools))
@@ -494,8 +472,8 @@ class DecodeEngine:
                 # Read the rows before the next step writes the same buffer.
                 await self._read_normed(parity, count)
         except BaseException as error:
-            # The step did not start. This error may be the refusal of the previous step: then `_keep_refusal` keeps it
-            # for `finish`.
+            # The step did not start. If the error is the refusal of the previous step, `_keep_refusal` keeps it for
+            # `finish`.
             self._steps.pop()
             if isinstance(error, RegionFailed):
                 self._keep_refusal(error)
@@ -523,10 +501,7 @@ class DecodeEngine:
                 raise RequestRejected(f"A prefix must have a table below {self.limits.tables} and {positions} blocks")
 
     async def _write_tables(self, prefixes: Sequence[tuple[int, Sequence[int]]], parity: int) -> None:
-        """Write block tables on the step's stream: after the previous step, and before the launch.
-
-        The previous step may still have a row of the table's former sequence. Its result is discarded.
-        """
+        """Write block tables on the step's stream, after the previous step and before the launch."""
         array, forward, entry_bytes = self._prefix_arrays[parity], self.forward, np.dtype(np.int32).itemsize
         for place, (table, blocks) in enumerate(prefixes):
             entries = array[place, : len(blocks)]
@@ -535,7 +510,7 @@ class DecodeEngine:
             await self.session.mem_write(forward.tables, offset, entries, stream=self._streams[parity])
 
     async def _send(self, guidance: StepGuidance, parity: int, count: int, bucket: int) -> None:
-        """Copy a step's guidance to the card, on the step's stream: after the previous step, and before the launch."""
+        """Copy a step's guidance to the card on the step's stream, after the previous step and before the launch."""
         arrays, stream = self._guide_arrays[parity], self._streams[parity]
         bytes_of(arrays.guides[:count])[:] = bytes_of(guidance.guides)
         # Padding rows have no guidance.
@@ -544,7 +519,7 @@ class DecodeEngine:
         padding["mask"], padding["target"] = NO_MASK, NO_TARGET
         forward, session = self.forward, self.session
         await session.mem_write(forward.guides, 0, arrays.guides[:bucket], stream=stream)
-        # Copy only the entries and masks in use. Copies of arrays in the arena do not wait.
+        # Copy only the entries and masks in use. The host does not wait for copies of arrays in the arena.
         if entries := len(guidance.entries):
             bytes_of(arrays.entries[:entries])[:] = bytes_of(guidance.entries)
             await session.mem_write(forward.entries, 0, arrays.entries[:entries], stream=stream)
@@ -555,9 +530,11 @@ class DecodeEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step in flight. Returns RESULT records, one for each of its rows.
 
-        Results of rows that were not `chosen` are unset. Raises RegionFailed with the `lease_id` of the pool that
-        ended, or the error that ended the session: then neither this step nor a later one began, and none is in flight.
-        Raises RequestRejected if no step is in progress.
+        Results of rows that were not `chosen` are unset.
+
+        Raises RegionFailed, with the `lease_id` of the pool that ended, or the error that ended the session. After
+        these errors no step is in flight: neither this step nor a later one began. Raises RequestRejected if no step is
+        in flight.
         """
         if not self._steps:
             raise RequestRejected("No step is in progress", "Call `start` first")
@@ -565,7 +542,7 @@ class DecodeEngine:
         parity = step.number % self.max_steps
         try:
             await self._wait(parity)
-            # Raise only the refusal of this step or an earlier one, not the next step's.
+            # The next step's refusal is raised only by the next `finish`.
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
             if not self.session.shares_memory:
@@ -575,7 +552,7 @@ class DecodeEngine:
             self._refused = None
             raise
         self._steps.popleft()
-        # Make copies, because the step after the next writes the same arrays.
+        # The step after the next writes the same arrays, so return copies.
         self.ranked = _copy_of(self._guide_arrays[parity].ranked[: step.rows]) if step.is_guided else None
         self.normed = None
         if step.is_pooled:
@@ -584,7 +561,7 @@ class DecodeEngine:
         results = self._results[parity][: step.results]
         if step.order is None:
             return _copy_of(results)
-        # Put the results back into the caller's order. All other rows get UNSET, the record after the results.
+        # Restore the caller's order. Rows without results get UNSET, the record appended after the results.
         return np.append(results, UNSET).take(np.minimum(step.order.indexes, len(results)))
 
     async def _fetch(self, parity: int, step: _Step) -> None:
@@ -614,17 +591,17 @@ class DecodeEngine:
             self._keep_refusal(error)
             if self._refused is None:
                 raise
-            # The first wait may raise the refusal of any step. Steps before the refused one still end, so wait again.
+            # The first wait may raise the refusal of a later step. Steps before that one still end, so wait again.
             await self._streams[parity].sync()
 
     def _keep_refusal(self, error: RegionFailed) -> bool:
-        """Keep a step's refusal until `finish` reports it. Returns False if the error is not about a step in flight.
+        """Keep a step's refusal until `finish` raises it. Returns False if the error is not about a step in flight.
 
-        If two steps are refused, the earlier one's refusal is kept: `finish` drops all later steps with it.
+        If two steps are refused, only the refusal of the earlier one is kept. `finish` then also drops the later step.
         """
         self._refusals += 1
         number = error.position
-        # The error may be about something else, for example a copy of a pool that has ended.
+        # The error may belong to another request, for example a copy of a pool that has ended.
         if number is None or all(step.number != number for step in self._steps):
             return False
         if self._refused is None or number < (self._refused.position or 0):
@@ -634,9 +611,7 @@ class DecodeEngine:
     async def logits(self, rows: int) -> "NDArray[np.float32]":
         """Read the logits [rows, vocabulary] of the last step.
 
-        `rows` is the step's number of rows, all of which must have results.
-
-        No step may be in progress.
+        `rows` is the step's number of rows. All of them must have results, and no step may be in flight.
         """
         forward = self.forward
         vocabulary = forward.weights.config.vocabulary
@@ -644,8 +619,7 @@ class DecodeEngine:
         splits, _ = parts_of(vocabulary, forward.weights.config.width)
         parts = np.empty((splits, bucket, vocabulary), np.float32)
         await self.session.mem_read(forward.logits, 0, parts.nbytes, into=parts)
-        # Add the parts in ascending order, like the kernels, so that these are the logits by which the token was
-        # chosen.
+        # Add the parts in ascending order, like the kernels, so that the logits have the same bits as on the card.
         total = parts[0, :rows]
         for part in parts[1:]:
             total += part[:rows]
@@ -656,7 +630,8 @@ class DecodeEngine:
         if self._forward is not None:
             self._forward = None
             self._steps.clear()
-            # Graphs and arrays refer to the arena, and would keep its memory and its descriptor open.
+            # Graphs and arrays refer to the arena. Until they are dropped, its memory is mapped and its descriptor
+            # open.
             self._graphs.clear()
             self._rows.clear()
             self._results.clear()
@@ -670,15 +645,14 @@ class DecodeEngine:
     ) -> StepKind:
         kind, with_prompts = StepKind(guidance is not None), StepKind(guidance is not None, has_prompts=True)
         cut = StepKind(guidance is not None, has_prompts=True, is_cut=True)
-        # Only large buckets have kernels for prompts of any length. Steps with prompts have `chosen`, so do not search
-        # small steps without it.
+        # A step with prompts has `chosen`. So a small step without `chosen` needs no search for long sequences.
         is_large = (bucket, 0, with_prompts) in self._graphs
         may_be_cut = (is_large or chosen is not None) and (bucket, 0, cut) in self._graphs
         if not is_large and not may_be_cut:
             return kind
         tables = rows["table"]
         begins = tables[1:] != tables[:-1]
-        # Small steps already compute attention in parts, so cut them only if their rows share the blocks that they
+        # Small steps already compute attention in parts. Cut them into spans only if rows share the blocks that they
         # read.
         least_shared = 1 if is_large else LEAST_SHARED
         if may_be_cut and self._uneven.are_in(rows["position"], begins, least_shared):
@@ -708,7 +682,7 @@ def _copy_of(records: Rows) -> Rows:
 
 
 def _runs(blocks: Sequence[int], max_blocks: int) -> Iterator[tuple[int, int]]:
-    """Cut blocks into runs of at most `max_blocks` adjacent blocks.
+    """Divide blocks into runs of at most `max_blocks` adjacent blocks.
 
     Yields each run's first index, and the index after its last.
     """

@@ -26,8 +26,8 @@ from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RA
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
-"""Sums are split further while the launch then has at most this many programs of 64 columns: two for each of an H100's
-132 multiprocessors."""
+"""A linear's sums are divided until the launch would have more programs, of 64 columns each, than this: two for each of
+an H100's 132 multiprocessors."""
 
 MAX_SPLITS: Final = 8
 """Maximum number of parts of a sum. Each part is written to memory and read again."""
@@ -41,90 +41,96 @@ CHUNK_STEP: Final = 256
 
 BUCKET_STEP: Final = 128
 """Difference in rows between the buckets of large steps. The largest tiles have this many rows, so a smaller difference
-would save no time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8,
-4.0, 4.8 ms.)"""
+would save no time. Measured on an H200 with Llama-3.2-1B's shape: 160, 192 and 256 rows of a prompt take 2.2, 2.3 and
+2.4 ms; 320, 384 and 512 rows take 3.8, 4.0 and 4.8 ms."""
 
 HEAD_ROWS: Final = (64, 256)
-"""Numbers of rows for which steps with prompts compute the head, if not more rows need logits. 64 is for steps in which
-few sequences decode: with so few rows, reading the head's weights takes longer than multiplying by them. 256 is for
-steps in which many sequences decode. Each number needs one more graph for every larger bucket."""
+"""In a step with prompts, few rows need logits. The head is computed for the smallest of these numbers of rows that is
+enough, or else for all rows. Up to 64 rows, to read the head's weights takes longer than to multiply by them. Each
+number needs one more graph for every larger bucket."""
 
 LAUNCH_BYTES: Final = 8 << 10
-"""Estimate of the card's memory for one recorded launch, in bytes. (H200, five graphs of 69 to 149 launches: 6 to 12 KB
-for each launch, in pages of 2 MiB.)"""
+"""Estimate of the card's memory for one recorded launch, in bytes. Five graphs of 69 to 149 launches on an H200 took 6
+to 12 KB for each launch, in pages of 2 MiB."""
 
 MAX_RECORDED_LAUNCHES: Final = 11_000
-"""Maximum number of launches in one set of a model's graphs; each of the two steps in flight has such a set. With this
-limit both sets fit into the 176 MiB that a worker may use on an NVIDIA card in addition to its lease. A model that
-would exceed the limit has no graphs for HEAD_ROWS, and if that is not enough, it needs a larger lease
+"""Maximum number of launches in one set of a model's graphs. Each of the two steps in flight has one set. A worker may
+use 176 MiB on an NVIDIA card in addition to its lease, and two sets of this size fit into that.
+
+A model that would exceed the limit has no graphs for HEAD_ROWS. If it still exceeds the limit, it needs a larger lease
 (`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
-"""Maximum number of programs of a launch that computes attention in parts, before it is rounded up to a multiple of
-rows times key heads: eight for each of an H100's multiprocessors."""
+"""Maximum number of programs of a launch that computes attention in parts: eight for each of an H100's multiprocessors.
+The launch has this number, rounded up to a multiple of rows times key heads."""
 
 MIN_CUT_POSITIONS: Final = 3072
 """A step's attention is cut into spans only if its longest sequence has at least this many positions."""
 
 UNEVENNESS: Final = 1
-"""A step's attention is cut into spans only if its longest tile has more positions than this multiple of an equal
-share: the positions of all tiles times the key heads, divided by MAX_PROGRAMS (`UnevenTiles.share`)."""
+"""A step's attention is cut into spans only if its longest tile has more than this many equal shares of positions. An
+equal share is the positions of all tiles, times the key heads, divided by MAX_PROGRAMS."""
 
 LEAST_SHARED: Final = 1.5
-"""A step of few rows is cut into spans only if the positions of its rows add up to at least this many times those of
-its tiles.
+"""A step of few rows is cut into spans only if the positions of its rows, added up, are at least this many times the
+positions of its tiles.
 
-Otherwise each row reads its sequence in parts, which is faster than a tile of one row. (H200, Llama-3.2-1B's shape,
-32,000 positions: in parts, 0.29 ms for each row; in tiles, 0.28 ms for each tile, plus 0.07 ms for each row.)"""
+Otherwise each row reads its sequence in parts, which is faster than a tile of one row. Measured on an H200 with
+Llama-3.2-1B's shape and 32,000 positions: in parts, 0.29 ms for each row; in tiles, 0.28 ms for each tile and 0.07 ms
+for each row."""
 
 WHOLE_SPLITS: Final = 16
-"""Maximum number of splits of a tile that is not cut into spans. Computing this many in one program takes little longer
-than cutting and combining."""
+"""Maximum number of splits of a tile that is not cut into spans. One program computes this many in little more time
+than it would take to cut and combine them."""
 
 SPAN_SPLITS: Final = 8
-"""Number of splits of a span, unless that makes too many spans. They are so few that a span's program takes no longer
-than one for a short sequence, and so many that the program's start and end matter little."""
+"""Number of splits of a span, unless that makes too many spans. With more, a span's program would take longer than the
+program of a short sequence. With fewer, too much of the program's time would be its start and end."""
 
 MAX_SPANS: Final = 256
 """Maximum number of spans of a step, for all of its tiles together."""
 
 PLACED_ROWS: Final = 64
-"""Number of rows for which steps with spans (`cut_spans`) have room if their sequences have the maximum length, unless
-MAX_SPAN_PARTS allows fewer."""
+"""A step with spans (`cut_spans`) has room for the parts of this many rows of the maximum length, unless MAX_SPAN_PARTS
+allows fewer."""
 
 MAX_SPAN_PARTS: Final = 16_384
-"""Maximum number of attention parts for which steps with spans have additional room, one part for each row and split. A
-part takes 8 or 17 KB of the card's memory with 32 heads of width 64 or 128.
+"""Maximum number of attention parts for which a step with spans has room. There is one part for each row and split.
+With 32 heads, a part takes 8 KB of the card's memory for heads of width 64, and 17 KB for width 128.
 """
 
 LAUNCHES_PER_TURN: Final = 8
-"""Maximum number of launches in one turn of the event loop. During a turn no step of another model is planned.
+"""Maximum number of launches in one turn of the event loop.
 
-Recording a launch takes about 30 us of Python. A turn itself costs about 10 us, and another model's step takes several
-turns.
+Recording a launch takes about 30 us of Python, and during a turn no step of another model is planned. A turn itself
+costs about 10 us, and another model's step takes several turns.
 """
 
 _SPAN_BYTES: Final = 8 * 4
 """Size of a span's record in bytes: eight 32-bit words (`cut_spans`)."""
 
 _CUT_BYTES: Final = 2 * 4
-"""Size in bytes of a row's place and number of splits, each a 32-bit word (`cut_spans`)."""
+"""Size of a row's cut in bytes: the index of the row's parts and its tile's number of splits, two 32-bit words
+(`cut_spans`).
+"""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
-"""Maximum size of one buffer, in bytes: kernels index its values, of at least two bytes each, with 32-bit integers."""
+"""Maximum size of one buffer, in bytes. Its values have at least two bytes, and kernels index them with 32-bit
+integers.
+"""
 
 MAX_GUIDED_ROWS: Final = 64
-"""Maximum number of rows of a step that have changed logits (ENTRY records) or a mask of allowed tokens. Each may need
-as many entries as its sequence has tokens, so each costs memory."""
+"""Maximum number of rows of a step that have changed logits (ENTRY records) or a mask of allowed tokens. Each of these
+rows needs memory for as many entries as a sequence may have tokens."""
 
 MAX_BIASES: Final = 1024
 """Maximum number of tokens for which a request may change logits, in addition to those in its sequence."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """Return how the sums of a linear [rows, columns] are cut: the number of parts, and each part's number of columns.
+    """Return the number of parts of the sums of a linear [rows, columns], and the number of columns of each part.
 
-    Both depend only on the weight's shape, not on the step, because the order of additions decides a result's last
+    Both depend only on the weight's shape and never on the step, because the order of additions decides a result's last
     bits.
     """
     # Double the number of parts while all programs fit on the card at once and no part gets too short.
@@ -138,7 +144,7 @@ def parts_of(rows: int, columns: int) -> tuple[int, int]:
 
 
 def chunk_of(columns: int, splits: int) -> int:
-    """Return the number of columns of each part of a sum that is cut into at most `splits` parts."""
+    """Return the number of columns of each part of a sum of at most `splits` parts."""
     return -(-columns // (splits * CHUNK_STEP)) * CHUNK_STEP
 
 
@@ -157,13 +163,11 @@ def head_rows_of(chosen: int, rows: int) -> int | None:
 
 
 class StepKind(NamedTuple):
-    """The properties of a step that, with its number of rows, decide its kernels.
+    """The properties of a step that decide, together with its number of rows, which kernels it runs.
 
-    Attributes:
-        is_guided: Whether the step also reads `guides`.
-        has_prompts: Whether adjacent rows may belong to one sequence.
-        head_rows: How many rows, from the first on, get logits and a token; None for all.
-        is_cut: Whether the attention of long sequences is cut into spans. Then `has_prompts` is set.
+    Attributes: is_guided: Whether the step also reads `guides`. has_prompts: Whether adjacent rows may belong to one
+    sequence. head_rows: How many rows, from the first on, get logits and a token; None for all. is_cut: Whether the
+    attention of long sequences is cut into spans. If it is true, `has_prompts` is true.
     """
 
     is_guided: bool = False
@@ -200,7 +204,7 @@ class StepLimits:
         return min(self.max_rows, self.tables, MAX_GUIDED_ROWS)
 
     def entries(self, vocabulary: int) -> int:
-        """Return the maximum number of entries of a step: for each guided row, its tokens and MAX_BIASES others."""
+        """Return a step's maximum number of entries: per guided row, one for each token and MAX_BIASES more."""
         return self.guided_rows * min(vocabulary, self.positions + MAX_BIASES)
 
     @property
@@ -213,10 +217,9 @@ class StepLimits:
 class UnevenTiles:
     """Decides whether a step's attention is cut into spans, for a model and its buffers.
 
-    Attributes:
-        tile_rows: Maximum number of rows of a tile of a prompt.
-        share: Maximum fraction of all tiles' positions that the longest tile may have in a step that is not cut.
-        max_parts: Number of parts of cut tiles for which there is room.
+    Attributes: tile_rows: Maximum number of rows of a tile of a prompt. share: Maximum fraction of all tiles' positions
+    that the longest tile may have in a step without spans. max_parts: Number of parts, one per row and split, for which
+    a step has room.
     """
 
     tile_rows: int
@@ -230,8 +233,8 @@ class UnevenTiles:
     def are_in(self, positions: "NDArray[np.int32]", begins: "NDArray[np.bool_]", least_shared: float = 1) -> bool:
         """Return whether a step is faster if the attention of long sequences is cut into spans.
 
-        It is faster if the longest tile takes longer than an equal share of all tiles, and there is room for the parts
-        of all long tiles. The results have the same bits.
+        This is so if the longest tile takes longer than an equal share of the work, and the parts of all long tiles fit
+        into the buffers. The results have the same bits in either case.
 
         Args:
             positions: The position of each row.
@@ -243,7 +246,7 @@ class UnevenTiles:
             return False
         rows: NDArray[np.intp] | None = None
         read_by_rows = int(positions.sum())
-        # The last row of each tile has the highest position. Without prompts, each row is a tile.
+        # Each tile takes as long as its last row, which has the highest position. Without prompts, each row is a tile.
         if not begins.all():
             is_last = np.append(begins, True)
             is_last[self.tile_rows - 1 :: self.tile_rows] = True
@@ -261,7 +264,7 @@ class UnevenTiles:
 def block_bytes(config: ModelConfig) -> int:
     """Return the size of one block of keys and values: [layers][k, v][key_heads][PAGE][head_width] bf16.
 
-    In FP8, each head has [PAGE][head_width] float8 e4m3, then [PAGE] exponents of scales, a byte each.
+    In FP8, each head has [PAGE][head_width] float8 e4m3 and then [PAGE] scales, each an exponent of one byte.
     """
     return config.layers * layer_bytes(config)
 
@@ -278,7 +281,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     Raises RequestRejected if a buffer has more values than the kernels can index.
     """
     rows, heads = limits.max_rows, config.heads
-    # Rows and columns of a layer's linears: qkv, output, gate_up, down. Their parts share one buffer.
+    # Rows and columns of a layer's linears: qkv, output, gate_up, down. One buffer holds the parts of any of them.
     linears = [
         ((heads + 2 * config.key_heads) * config.head_width, config.width),
         (config.width, heads * config.head_width),
@@ -287,7 +290,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     ]
     parts, gated, experts = 0, config.inner_width, dict[str, int]()
     if (moe := config.experts) is not None:
-        # Models with experts need room for the router's parts, and for one part for each of a row's experts.
+        # The router's sums have parts, and each of a row's experts writes one part.
         linears.append((moe.count, config.width))
         parts, gated = moe.chosen * config.width, max(gated, moe.chosen * moe.width)
         chosen = rows * moe.chosen
@@ -299,9 +302,9 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
             "pairs": max(tiles * expert_rows for tiles, expert_rows in tilings) * 4,
         }
     spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
-    # One f32 per head and part of a sequence, for steps with attention that is cut.
+    # If attention is computed in parts, each part has one f32 per head.
     attention = _max_parts(config, limits) * heads * 4
-    # There are buffers for one step, which every layer reuses: the card runs the two steps in flight one after another.
+    # One set of buffers is enough, because the card runs the two steps in flight one after the other. Layers reuse it.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,
@@ -347,7 +350,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
 
 
 def excess_launches(config: ModelConfig, limits: StepLimits) -> int:
-    """Return by how many launches one set of a model's graphs exceeds MAX_RECORDED_LAUNCHES."""
+    """Return by how many launches one set of a model's graphs exceeds MAX_RECORDED_LAUNCHES, or 0."""
     return max(0, _recorded_launches(config, limits, ()) - MAX_RECORDED_LAUNCHES)
 
 
@@ -419,14 +422,14 @@ class ForwardPass:
         # Allocate the buffers before recording the kernels, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        # Each shape and number of rows has its own kernel. Before recording graphs, load all that any bucket uses.
+        # Shapes and numbers of rows have different kernels. Load those of all buckets before graphs are recorded.
         for rows in buckets_of(self.limits.max_rows):
             for kind in self.kinds(rows):
                 async for launch in self._in_turns(rows, kind):
                     await self.library.load(launch.name)
 
     def kinds(self, rows: int) -> list[StepKind]:
-        """Return the kinds of steps of `rows` rows. Steps that are cut have no kernels for prompts."""
+        """Return the kinds of steps of `rows` rows for which graphs are recorded."""
         return _kinds(rows, self.weights.config, self.limits, HEAD_ROWS if self._computes_few_logits else ())
 
     @cached_property
@@ -437,7 +440,7 @@ class ForwardPass:
         return _recorded_launches(config, self.limits, HEAD_ROWS, gates) <= MAX_RECORDED_LAUNCHES
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
-        """Launch or record the kernels of a step of `rows` rows, which turn the buffer `rows` into `results`."""
+        """Launch or record the kernels of a step of `rows` rows. They read the buffer `rows` and write `results`."""
         async for launch in self._in_turns(rows, kind):
             await self.library.launch(launch)
 
@@ -466,8 +469,9 @@ class ForwardPass:
                 count=_tile_rows(config), room=_max_parts(config, limits), whole_splits=WHOLE_SPLITS,
                 least_splits=SPAN_SPLITS, max_spans=MAX_SPANS,
             )  # fmt: skip
-        # The norm after a linear adds the linear's parts to the residual. So it needs their number (`before`), and the
-        # outer norm to apply to their sum. The first norm adds no parts, because `embed` writes the residual itself.
+        # The norm after a linear adds the linear's parts to the residual. `before` is the number of these parts, and
+        # `outer` the norm that is applied to their sum first. The first norm adds no parts, because `embed` writes the
+        # residual.
         before, outer = 0, None
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
@@ -492,21 +496,21 @@ class ForwardPass:
     def _sample(self, rows: int, *, is_guided: bool) -> Iterator[KernelLaunch]:
         """Yield the launches that choose each row's token from the logits: a scan by blocks, then a choice by row.
 
-        A guided step chooses from changed logits instead, and ranks the likeliest tokens.
+        A guided step chooses from changed logits, and ranks the likeliest tokens.
         """
         b, vocabulary, blocks = self._buffers, self.weights.config.vocabulary, _scanned_blocks(self.weights.config)
         scanned: dict[str, Value] = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
         logits: dict[str, Value] = {
             "parts": b["logits"], "splits": _splits(self.weights.head), "stride": rows * vocabulary, "V": vocabulary,
         }  # fmt: skip
-        # Use two kernels, because scanning a row's vocabulary is fast only with many programs.
+        # The scan is a separate kernel, because it needs many programs per row to be fast.
         yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
         if not is_guided:
             yield KernelLaunch(
                 "sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks
             )
             return
-        # The logits stay unchanged, because reported probabilities are computed from them.
+        # Reported probabilities are computed from the unchanged logits, so the changed ones go to another buffer.
         chosen: dict[str, Value] = {
             "guided": b["guided"], "bests": b["guided_bests"], "tokens": b["guided_tokens"], "guides": b["guides"],
         }  # fmt: skip
@@ -524,9 +528,9 @@ class ForwardPass:
         )  # fmt: skip
 
     def _normalise(self, rows: int, weight: Plane, before: int, outer: Plane | None) -> KernelLaunch:
-        """Return the launch that adds the `before` parts of a linear to h, and writes h's norm to x.
+        """Return the launch that adds a linear's `before` parts to h, and writes h's norm to x.
 
-        An `outer` norm is applied to the parts' sum before the sum is added.
+        If `outer` is not None, the parts' sum is normalised and multiplied by `outer` before it is added.
         """
         b, width = self._buffers, self.weights.config.width
         kind, extra_values = (
@@ -539,14 +543,14 @@ class ForwardPass:
         )  # fmt: skip
 
     def _attend(self, rows: int, index: int, layer: LayerWeights, kind: StepKind) -> Iterator[KernelLaunch]:
-        """Yield the launches that turn h's norm, in x, into the attention's output, also in x."""
+        """Yield the launches that compute attention from h's norm in x, and write its output to x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
         # The place of this layer's keys and values within a block of a region.
         place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
         yield self._linear(layer.qkv, rows, "x")
-        # Rotate q and k, and append k and v to the rows' blocks, so that the next kernel sees the keys of all rows of
-        # this step.
+        # Rotate q and k, and write k and v into the rows' blocks, where attention reads the keys of all rows of this
+        # step.
         is_fp8 = config.kv_dtype is KvDtype.FP8
         stored = f"fp8_{width}" if is_fp8 else f"{width}"
         rope = f"rope_append_{stored}"
@@ -575,8 +579,8 @@ class ForwardPass:
             suffix = stored
         else:
             read_values = window_values
-        # Use one program per row and key head if the sequences are short or the rows many; otherwise cut each sequence,
-        # so that even few rows fill the card. All of these kernels give the same bits.
+        # If sequences are short or rows are many, one program computes each row and key head. Otherwise each sequence
+        # is divided into parts, so that a few rows fill the card. All of these kernels give the same bits.
         is_whole = rows > _split_rows(rows, config)
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         if kind.is_cut and window is None:
@@ -605,7 +609,7 @@ class ForwardPass:
         yield KernelLaunch(combine, (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **window_values)
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
-        """Yield the launches that turn h's norm, in x, into gated values. They are fused if the sums are not cut."""
+        """Yield the launches that compute gated values from h's norm in x: one if the sums have one part, else two."""
         b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
         gate = self.weights.config.gate
         if _is_fused(gate_up):
@@ -621,7 +625,7 @@ class ForwardPass:
         yield KernelLaunch(gate, grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
 
     def _experts(self, rows: int, layer: LayerWeights, experts: Experts) -> Iterator[KernelLaunch]:
-        """Yield the launches that turn h's norm, in x, into the parts of each row's experts."""
+        """Yield the launches that compute the parts of each row's experts from h's norm in x."""
         assert layer.router is not None
         b, width, count = self._buffers, self.weights.config.width, experts.count
         # Rate the experts, and choose the experts of each row.
@@ -639,7 +643,7 @@ class ForwardPass:
         yield KernelLaunch(
             "group", (count,), **inputs, experts=b["chosen"], P=pairs, E=count, T=tiles, rows_per_tile=expert_rows
         )
-        # Compute gate and up, then down, times the expert's share. The next norm adds a row's experts like parts of a
+        # Compute gate and up, then down times the expert's share. The next norm adds a row's experts like parts of a
         # sum.
         gated, down = (f"{name}_{expert_rows}" for name in ("experts_silu_bf16", "experts_bf16"))
         (gate_plane,), (down_plane,) = layer.gate_up.planes, layer.down.planes
@@ -668,8 +672,8 @@ def _kinds(rows: int, config: ModelConfig, limits: StepLimits, few: Iterable[int
     cuts_spans = _cuts_spans(config, limits) and rows <= manifest().kernels["cut_spans"].constants["LANES"]
     if rows <= _split_rows(rows, config):
         kinds = [StepKind(is_guided) for is_guided in (False, True)]
-        # In a tile of a long prompt, rows share the keys and values that they read. Smaller steps would save
-        # less than a graph costs.
+        # Rows of a tile share the keys and values that they read. Steps smaller than this would save less than a graph
+        # costs.
         return kinds + [StepKind(has_prompts=True, is_cut=True)] * (cuts_spans and rows >= 2 * _tile_rows(config))
     kinds = [StepKind(*flags) for flags in product((False, True), (False, True))]
     if cuts_spans:
@@ -686,8 +690,8 @@ def _recorded_launches(config: ModelConfig, limits: StepLimits, few: Iterable[in
     """
     full = sum(config.window(layer, limits.positions) is None for layer in range(config.layers))
     with_experts = sum(config.experts_of(layer) is not None for layer in range(config.layers))
-    # In each layer the norm, qkv and its rotation, the output, the second norm, and the feed-forward part: 2, or 5 with
-    # experts. Outside the layers: the embedding, the norm and the head.
+    # A layer's launches are the norm, qkv, its rotation, the output, the second norm, and the feed-forward part: 2, or
+    # 5 with experts. Outside the layers there are the embedding, the norm and the head.
     gates = config.layers - with_experts if gates is None else gates
     common = 3 + 7 * config.layers + 3 * with_experts + gates
     graphs = [(rows, kind) for rows in buckets_of(limits.max_rows) for kind in _kinds(rows, config, limits, few)]
@@ -702,7 +706,7 @@ def _cuts_spans(config: ModelConfig, limits: StepLimits) -> bool:
 
 
 def _max_parts(config: ModelConfig, limits: StepLimits) -> int:
-    """Return how many parts of attention, one for each row and split, a step has room for."""
+    """Return for how many parts of attention a step has room. There is one part for each row and split."""
     parts = _split_rows(limits.max_rows, config) * limits.splits
     if not _cuts_spans(config, limits):
         return parts
@@ -715,7 +719,7 @@ def _most_spans(rows: int) -> int:
 
 
 def _span_kernels(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the kernels that compute spans: of tiles of several rows, and of those of one row."""
+    """Return the names of the kernels that compute spans: for tiles of several rows, then for tiles of one row."""
     if config.kv_dtype is KvDtype.FP8:
         # One kernel computes both.
         return (f"attend_spans_fp8_{config.head_width}",)
@@ -730,16 +734,17 @@ def _tile_rows(config: ModelConfig) -> int:
 
 def _varying_launches(config: ModelConfig, limits: StepLimits, rows: int, kind: StepKind, full: int) -> int:
     """Return a step's number of launches for attention, spans and tokens, if `full` layers see all positions."""
-    # Attention takes one launch or, if it is cut, two; with spans three (two in FP8), in layers without a window.
+    # Attention takes one launch, or two if it is computed in parts. In steps with spans, a layer without a window takes
+    # three launches, or two in FP8.
     attention = 1 if limits.splits == 1 or rows > _split_rows(rows, config) else 2
     more = 1 + (len(_span_kernels(config)) + 1 - attention) * full if kind.is_cut else 0
     return config.layers * attention + more + (4 if kind.is_guided else 2)
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:
-    """Return the maximum number of rows of a step whose attention is cut into parts.
+    """Return the maximum number of rows of a step whose attention is computed in parts.
 
-    Steps with more rows have enough programs without cutting.
+    A step with more rows has enough programs without parts.
     """
     return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
 
@@ -755,7 +760,7 @@ def _expert_tile_rows() -> list[int]:
 
 
 def _rows_per_expert_tile(experts: Experts, rows: int) -> int:
-    """Return the rows of a step's tiles: the smallest number into which an expert's average number of rows fits."""
+    """Return the number of rows of experts' tiles: the smallest one that is at least the average rows of an expert."""
     sizes = _expert_tile_rows()
     return next((size for size in sizes if size * experts.count >= rows * experts.chosen), sizes[-1])
 
@@ -781,7 +786,7 @@ def _norm_name(kind: str, config: ModelConfig) -> str:
 
 
 def _splits(linear: Linear) -> int:
-    """Return the number of parts into which a linear's sums are cut."""
+    """Return the number of parts of a linear's sums."""
     return parts_of(linear.rows, linear.columns)[0]
 
 

@@ -1,4 +1,4 @@
-"""The decode engine's kernels in a session: loaded when needed, launched with parameters by name."""
+"""Loads the decode engine's kernels into a session, and launches them with parameters by name."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ _UNWRITTEN: Final = _WEIGHTS | {"cosines", "sines", "rows"}
 """Names of the parameters whose memory no kernel writes: weights, tables of the model, and the rows of a step."""
 
 _SCRATCH_PARAMETERS: Final = 2
-"""Number of pointers to scratch memory that Triton appends to every kernel's parameters. These kernels use no scratch
-memory, so the pointers are 0."""
+"""Number of pointers to scratch memory that Triton appends to every kernel's parameters. The packaged kernels use no
+scratch memory, so the pointers are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def manifest() -> Manifest:
 
 @cache
 def kernels_sha256() -> str:
-    """Return the SHA-256 of the manifest and all PTX: the bits of results depend on these."""
+    """Return the SHA-256 of the manifest and all PTX, which decide the bits of results."""
     digest = hashlib.sha256()
     names = sorted(f"{name}.ptx" for name in manifest().kernels)
     # Hash the files' digests in the order of their names.
@@ -121,8 +121,8 @@ def early_image(name: str) -> bytes:
     """Return the PTX of one of the package's kernels, as `starting_early` changes it."""
     parameters = manifest().kernels[name].parameters
     unwritten = frozenset(place for place, parameter in enumerate(parameters) if parameter in _UNWRITTEN)
-    # A linear permits the next launch when it has read its weights. Other kernels use so little of the card that the
-    # next launch fits beside them.
+    # A linear permits the next launch only after it has read its weights. Other kernels permit it at once, because they
+    # leave enough of the card free.
     return starting_early(image(name), unwritten, permits_first="w" not in parameters)
 
 
@@ -130,7 +130,7 @@ class KernelLibrary:
     """The loaded kernels of one session. The modules stay loaded until the session ends."""
 
     def __init__(self, session: GpuSession, *, starts_early: bool = False) -> None:
-        """Prepare to load kernels; with `starts_early`, the kernels of `early_image`."""
+        """Prepare to load kernels, from `early_image` if `starts_early`, and else from `image`."""
         self._session = session
         self._starts_early = starts_early
         self._modules: dict[str, Module] = {}
@@ -146,10 +146,10 @@ class KernelLibrary:
     async def launch(self, launch: KernelLaunch) -> None:
         """Launch a loaded kernel, or record the launch if the session is recording a graph."""
         facts, values = manifest().kernels[launch.name], launch.values
-        # A kernel and its launch must change together; a mismatch would read wrong addresses.
+        # A launch with the wrong parameters would read wrong addresses.
         if set(values) != set(facts.parameters):
             raise TypeError(f"{launch.name} takes {', '.join(facts.parameters)}, not {', '.join(values)}")
-        # Push in the kernel's order. The Python type decides the width: a buffer or null is 64 bits, a number 32.
+        # Push parameters in the kernel's order. A buffer or null pointer has 64 bits, and a number 32.
         args = KernelArgs()
         for parameter in facts.parameters:
             value = values[parameter]

@@ -21,20 +21,19 @@ ENOUGH_PROGRAMS: Final = 96
 multiprocessors would be idle."""
 
 ENOUGH_WAITING_PROGRAMS: Final = 200
-"""Like ENOUGH_PROGRAMS, for 64 rows or fewer. The programs then wait for memory, so each multiprocessor needs
-several."""
+"""The same for steps of at most 64 rows. Their programs wait for memory, so each multiprocessor needs several."""
 
 
 MULTIPROCESSORS: Final = 132
-"""Multiprocessors of an H100 or H200. Each runs one program of a linear whose programs take turns."""
+"""Multiprocessors of an H100 or H200. Each runs one program of an `IN_TURNS` kernel at a time."""
 
 IN_TURNS: Final = "_in_turns"
-"""Suffix of functions whose programs take turns: each computes several tiles. Their results have the same bits."""
+"""Suffix of kernel functions in which each program computes several tiles, one after the other. The results have the
+same bits as those of the function without the suffix.
+"""
 
 VECTOR: Final = 16
-"""For programs that take turns, the number of the result's columns must be a multiple of this, because they store this
-many at once.
-"""
+"""Columns that `IN_TURNS` kernels store at once. The number of the result's columns must be a multiple of this."""
 
 
 def target_of(driver: str, compute_capability: int) -> str:
@@ -46,17 +45,12 @@ def target_of(driver: str, compute_capability: int) -> str:
 def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> str:
     """Return the name of the kernel that computes `function` fastest.
 
-    Args:
-        function: `linear_bf16`, `linear_silu_bf16` and so on.
-        target: The card's architecture, SM_80 or SM_90A.
-        rows: Rows of the step.
-        columns: Columns of the result.
-        parts: Number of parts into which the result's sums are cut.
+    Args: function: `linear_bf16`, `linear_silu_bf16` and so on. target: The card's architecture, SM_80 or SM_90A. rows:
+    Rows of the step. columns: Columns of the result. parts: Number of parts of the result's sums.
     """
     smallest, *others = tiles_of(function, SM_80)
     target_tiles = tiles_of(function, target) if target != SM_80 else []
-    # For few rows, or if the card's architecture has no tiles of its own, use the smallest tile that has room for all
-    # rows.
+    # For few rows, or without kernels for this architecture, use the smallest of the tiles that have room for all rows.
     if rows <= _rows(smallest) or not target_tiles:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
     # Otherwise choose among the tiles for the card's architecture, in ascending size.
@@ -66,9 +60,9 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
     in_turns = tiles_of(function + IN_TURNS, target) if columns % VECTOR == 0 else []
     if in_turns and _programs(in_turns[-1], rows, columns) * parts >= ENOUGH_PROGRAMS:
-        # In these kernels some warps copy while others multiply. If more tiles exist than can run at once, and the last
-        # turn would have few, smaller tiles can be faster. Two turns of a smaller tile are faster than one turn of a
-        # tile twice its size, because the first turn's end overlaps with the beginning of the second.
+        # In these kernels some warps copy while others multiply. If there are more tiles than multiprocessors, and few
+        # are left for the last turn, smaller tiles can be faster. Two turns of a smaller tile are faster than one turn
+        # of a tile twice its size, because the second turn begins while the first one ends.
         return min(reversed(in_turns), key=lambda name: _longest_turns(name, rows, columns, parts))
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 
@@ -94,14 +88,17 @@ def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
 
 
 def linear_grid(name: str, rows: int, columns: int, parts: int) -> tuple[int, ...]:
-    """Return the grid of a linear's launch: a program per tile and part, or as many as run at once and take turns."""
+    """Return the grid of a linear's launch.
+
+    There is one program for each tile and part. For `IN_TURNS` kernels there are at most MULTIPROCESSORS programs.
+    """
     if "COPIERS" not in manifest().kernels[name].constants:
         return (*grid_of(name, rows, columns), parts)
     return (min(_programs(name, rows, columns) * parts, MULTIPROCESSORS),)
 
 
 def _longest_turns(name: str, rows: int, columns: int, parts: int) -> tuple[int, bool]:
-    """Return the largest number of columns that a multiprocessor computes in all its turns, and whether that is one."""
+    """Return the most columns that a multiprocessor computes in all turns, and whether it has only one turn."""
     turns = -(-_programs(name, rows, columns) * parts // MULTIPROCESSORS)
     return turns * manifest().kernels[name].constants["BN"], turns == 1
 
