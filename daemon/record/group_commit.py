@@ -1,10 +1,10 @@
 """Group commits for the journal and the audit log: a thread that commits, and replies that wait for it.
 
-The thread takes all queued items and commits them together. During the commit, the next group gathers. If the disk
-refuses, nothing is dropped: the thread keeps the group, and tries again every second.
+The thread takes all queued items and commits them together. Items that come during the commit are the next group. If a
+commit fails, the thread keeps the group and tries again every second.
 
-`DurableReplies` is the rule "a grant is reported only when it is durable": a grant that can't be made durable in time
-is revoked before its tenant receives it.
+`DurableReplies` holds each reply until its items are durable. A grant that can't be made durable in time is revoked
+before its tenant receives it.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
 
 RETRY_S: Final = 1.0
-"""Time between two tries to write to a disk that refused."""
+"""Seconds between two tries after a failed commit."""
 
 STALLED_AFTER_S: Final = 5.0
-"""If a commit lasts longer, the disk counts as broken."""
+"""Maximum seconds of a commit before the disk counts as broken."""
 
 STOP_TIMEOUT_S: Final = 5.0
-"""Time for the last group when the daemon stops, so that a hung disk can't keep the daemon from stopping."""
+"""Maximum seconds for the last group when the daemon stops, in case the disk hangs."""
 
 MAX_WAIT_S: Final = float(RECORD_LIMIT_S)
-"""Longest time for which a reply is held. A tenant that would have to wait longer is better served elsewhere."""
+"""Maximum seconds for which a reply is held. After that the tenant gets a denial and can turn to another node."""
 
 GATHER_LIMIT_S: Final = 0.002
-"""Longest time for which a busy loop gathers items for one commit. A commit takes as much processor time as 20 of its
-items."""
+"""Maximum seconds for which items are gathered for one commit while the loop is busy. A commit takes as much processor
+time as 20 items."""
 
 Item = TypeVar("Item")
 
@@ -46,9 +46,8 @@ Item = TypeVar("Item")
 class CommitQueue(Generic[Item]):
     """A first-in, first-out queue from the broker's loop to the thread that commits.
 
-    After a group of several items, items that are put in a running loop are gathered while the loop has work: until a
-    turn of the loop puts no further item, but at most for GATHER_LIMIT_S. After a single item, the next one is taken at
-    once.
+    If the last group had several items, the next items are gathered until a turn of the loop puts no further item, for
+    at most GATHER_LIMIT_S. If it had a single item, the next item is taken at once.
 
     Attributes:
         accepted: Number of items that have been accepted. This is the last item's ticket.
@@ -56,11 +55,11 @@ class CommitQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.accepted = 0
-        # `put` takes the lock itself, because entering the condition would cost one more call.
+        # `put` uses the lock directly, because the condition would cost one more call.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._items: deque[Item] = deque()
-        # Whether several items are likely to come together, and whether the committer must wait for them now.
+        # `_is_busy`: several items are likely to come together. `_is_gathering`: the committer waits for more items.
         self._is_busy = True
         self._is_gathering = False
         self._is_closed = False
@@ -81,21 +80,21 @@ class CommitQueue(Generic[Item]):
         if self._is_busy and not self._is_gathering:
             self._gather()
         elif len(self._items) == 1:
-            # The committer sleeps only while the queue is empty or gathers items.
+            # The committer waits only while the queue is empty or gathers items.
             self._changed.notify()
 
     def _gather(self) -> None:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            # No loop runs in this thread, so no further item will follow in this turn.
+            # No loop runs in this thread, so there are no turns to wait for.
             self._changed.notify()
         else:
             self._is_gathering = True
             loop.call_soon(self._end_turn, loop, len(self._items), loop.time() + GATHER_LIMIT_S)
 
     def _end_turn(self, loop: asyncio.AbstractEventLoop, count: int, until_s: float) -> None:
-        """Wake the committer, unless the last turn of the loop added to the `count` items before it."""
+        """Wake the committer, unless the last turn of the loop added items to the `count` items before it."""
         with self._lock:
             if len(self._items) > count and loop.time() < until_s:
                 loop.call_soon(self._end_turn, loop, len(self._items), until_s)
@@ -106,12 +105,12 @@ class CommitQueue(Generic[Item]):
     def take(self, most: int, wait_s: float | None) -> list[Item]:
         """Return the oldest items, at most `most`.
 
-        Waits up to `wait_s` seconds for the first item; None means without a limit. The result is empty if none came,
-        or if the queue is closed and empty.
+        Waits up to `wait_s` seconds for the first item, without a limit if `wait_s` is None. Returns [] if no item
+        came, or if the queue is closed and empty.
         """
         with self._changed:
-            # A single wait suffices: after a spurious wakeup the group is smaller, or empty, and the committer calls
-            # again.
+            # The wait is not repeated. After a spurious wakeup the group is smaller or empty, and the committer calls
+            # `take` again.
             if (self._is_gathering or not self._items) and not self._is_closed:
                 self._changed.wait(wait_s)
             taken = [self._items.popleft() for _ in range(min(most, len(self._items)))]
@@ -141,13 +140,10 @@ class CommitQueue(Generic[Item]):
 class CommitTarget(ABC, Generic[Item]):
     """The target of a `GroupCommitter`: a file or a database. Its methods run in the committer's thread.
 
-    Attributes:
-        thread_name: Name of the committer's thread.
-        work: One commit, in words: "a commit".
-        doing: The thread's work, in words, for the log: "writing the journal".
-        max_group: Maximum number of items in one commit, which limits how long these items wait for each other.
-        idle_s: Time between two calls of `on_idle` while nothing is queued; None for no such calls.
-        expected: Exceptions that mean a broken disk. Any other exception is a bug, and is logged as one.
+    Attributes: thread_name: Name of the committer's thread. work: A noun for one commit in messages: "a commit". doing:
+    The thread's work in log lines: "writing the journal". max_group: Maximum number of items in one commit. idle_s:
+    Time between two calls of `on_idle` while nothing is queued; None for no such calls. expected: Exceptions that a
+    broken disk causes. Any other exception is logged as a bug.
     """
 
     thread_name: ClassVar[str]
@@ -161,19 +157,19 @@ class CommitTarget(ABC, Generic[Item]):
     def commit(self, group: Sequence[Item]) -> None:
         """Make a group durable, completely and in order.
 
-        After a failure, the next call has the same items first. A group may be empty.
+        After a failure, the next group begins with the same items. A group may be empty.
         """
 
     @abstractmethod
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
-        """Handle a failed commit. `is_first` tells whether the previous commit succeeded."""
+        """Handle a failed commit. `is_first` is true if the previous commit succeeded."""
 
     @abstractmethod
     def on_recovery(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything, because the committer has stopped."""
+        """Close all files. The committer has stopped."""
 
     def after_commit(self) -> None:
         """Do work for which the group's durability need not wait."""
@@ -197,7 +193,7 @@ class GroupCommitter(Generic[Item]):
         self._failure = ""
         self._busy_since_ns = 0
         self._on_change: Callable[[], None] = lambda: None
-        # Use a daemon thread: a disk that hangs in fsync must not keep the process from exiting.
+        # A daemon thread lets the process exit while the disk hangs in fsync.
         self._thread = threading.Thread(target=self._run, name=target.thread_name, daemon=True)
 
     @property
@@ -208,7 +204,8 @@ class GroupCommitter(Generic[Item]):
     def commit_first(self) -> None:
         """Make the first commit in the calling thread, before `start`.
 
-        Raises the target's errors. An OSError then counts as a failed commit, which the thread tries again.
+        Raises the target's errors. After an OSError the caller may still call `start`; the thread then tries the commit
+        again.
         """
         try:
             self._commit()
@@ -229,8 +226,7 @@ class GroupCommitter(Generic[Item]):
     def stop(self) -> bool:
         """Commit the queued items, and close the target. Returns whether all items reached the disk in time.
 
-        If the committer was never started, this returns True: the daemon did not start, and nothing was reported to any
-        client.
+        If the committer was never started, no client has received a reply, and this returns True.
         """
         self._queue.close()
         # If the thread was never started, no client waits for an item, so only close the files.
@@ -242,7 +238,7 @@ class GroupCommitter(Generic[Item]):
 
     def problem(self) -> str:
         """Return why nothing can be written now, as a clause; "" if it can."""
-        # Read this field only once, because the committer's thread may change it between two reads.
+        # The committer's thread may change this field, so read it only once.
         since_ns = self._busy_since_ns
         if since_ns and time.monotonic_ns() - since_ns > STALLED_AFTER_S * NS_PER_S:
             return f"{self._target.work} has lasted for more than {STALLED_AFTER_S:g} s"
@@ -253,24 +249,23 @@ class GroupCommitter(Generic[Item]):
     def _run(self) -> None:
         target, queue = self._target, self._queue
         while True:
-            # After a failure, pause before the next try. A daemon that stops does not wait for the pause.
+            # After a failure, pause before the next try, but not if the daemon is stopping.
             if self._failure:
                 queue.wait_for_close(RETRY_S)
-            # Read this before emptying the queue, so that every item that was put before the close is taken.
+            # Read `is_closed` before taking items, so that all items from before the close are taken.
             is_last = queue.is_closed
-            # A group that failed is kept and filled up: its items keep their order, and come first.
+            # A group that failed is kept. New items are added after it.
             if len(self._group) < target.max_group:
                 self._group += queue.take(target.max_group - len(self._group), 0 if self._failure else target.idle_s)
             self._try_to_commit()
-            # The last round ends when everything is written, or when the disk still refuses. There is no second attempt
-            # at the exit.
+            # After the close, end when all items are written or a commit has failed.
             if is_last and (self._failure or not len(queue)):
                 target.close()
                 return
 
     def _try_to_commit(self) -> None:
         try:
-            # After a failure, commit even an empty group: its success is the only sign that the disk works again.
+            # After a failure, commit even an empty group, because only a commit shows that the disk works again.
             if self._group or self._failure:
                 self._commit()
             else:
@@ -278,8 +273,7 @@ class GroupCommitter(Generic[Item]):
                 self._target.on_idle()
         except Exception as error:
             if not isinstance(error, self._target.expected):
-                # This is a bug of ours. Without this thread, nothing more would be granted, and no log line would
-                # explain why.
+                # Log a bug and keep the thread alive, because without the thread nothing more would be granted.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=self._target.doing)
             self._fail(error)
         finally:
@@ -287,16 +281,16 @@ class GroupCommitter(Generic[Item]):
 
     def _commit(self) -> None:
         self._busy_since_ns = time.monotonic_ns()
-        # From here until `_busy_since_ns` changes, `problem` counts how long the disk takes.
+        # `problem` measures the commit's time from `_busy_since_ns`.
         self._target.commit(self._group)
-        # The disk works again. Notify the operator before any held reply is sent.
+        # The disk works again. Notify the operator before held replies are sent.
         if self._failure:
             self._target.on_recovery()
             self._failure = ""
-        # Tickets are counted, so the durable ticket is the number of items on the disk.
+        # A ticket is the number of items up to its own, so the durable ticket is the number of items on the disk.
         self.durable += len(self._group)
         self._group.clear()
-        # A slow commit that succeeded is no longer a problem.
+        # A slow commit that has succeeded is no problem.
         self._busy_since_ns = time.monotonic_ns()
         # Wake the replies first. Rotating files and similar work can wait.
         self._on_change()
@@ -307,7 +301,7 @@ class GroupCommitter(Generic[Item]):
         try:
             self._target.on_failure(error, problem, is_first=not self._failure)
         finally:
-            # Whatever happens to the thread now, nothing more is granted.
+            # Set the failure even if `on_failure` raises, so that nothing more is granted.
             self._failure = problem
             self._on_change()
 
@@ -324,10 +318,10 @@ class _Held(NamedTuple):
 
 
 class DurableReplies:
-    """Holds each reply until everything that it reports is on the disk. Used in one event loop, from `attach` on.
+    """Holds each reply until the items that it depends on are on the disk. Used in one event loop, from `attach` on.
 
-    A reply's callback receives "" when the reply is durable or, if that takes longer than MAX_WAIT_S, the problem, as a
-    clause.
+    A reply's callback receives "" when these items are durable. If that takes longer than MAX_WAIT_S, the callback
+    receives the problem, as a clause.
 
     Args:
         durable: Returns the ticket of the last item that is on the disk.
@@ -339,20 +333,21 @@ class DurableReplies:
         self._problem = problem
         self._loop: asyncio.AbstractEventLoop | None = None
         self._post: Callable[[Event], None] = lambda _: None
-        # In the order of arrival, and so of their times: no reply overtakes another.
+        # Replies in the order of arrival, and so of their time limits.
         self._held: deque[_Held] = deque()
         # The replies that wait without a time limit, in the order of arrival.
         self._lasting: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """Begin to hold replies in the running loop. `post` takes the revocation of a grant that was never reported."""
+        """Begin to hold replies in the running loop. `post` receives the revocations of unreported grants."""
         self._loop = asyncio.get_running_loop()
         self._post = post
 
     def hold(self, ticket: int, on_done: Callable[[str], None]) -> None:
-        """Call `on_done` when the item with this ticket is durable or can't be; at once if that is known."""
-        # Three cases are known at once: already durable, impossible now, or before the broker's loop runs.
+        """Call `on_done` when the item with this ticket is durable, or with the problem when it can't be in time."""
+        # Call it at once if the item is durable, if nothing can be written now, or if the broker's loop does not run
+        # yet.
         if self._durable() >= ticket:
             on_done("")
         elif problem := self._problem():
@@ -360,7 +355,8 @@ class DurableReplies:
         elif self._loop is None:
             on_done("the daemon has not begun")
         else:
-            # Otherwise wait, with one timer for all replies: the first in the queue is the first to time out.
+            # Otherwise wait. One timer is enough for all replies, because the first in the queue is the first to time
+            # out.
             self._held.append(_Held(ticket, self._loop.time() + MAX_WAIT_S, on_done))
             if self._timer is None:
                 self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
@@ -384,12 +380,12 @@ class DurableReplies:
                 self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
-        # First send, in order, every reply whose ticket is on the disk.
+        # Send every reply whose ticket is on the disk, in order.
         durable = self._durable()
         for waiting in (self._held, self._lasting):
             while waiting and waiting[0].ticket <= durable:
                 _finish(waiting.popleft(), "")
-        # If nothing can be written now, give the other replies the problem at once, rather than at the time limit.
+        # If nothing can be written now, report the problem to the other replies before their time limit.
         if self._held and (problem := self._problem()):
             while self._held:
                 _finish(self._held.popleft(), problem)
@@ -397,10 +393,10 @@ class DurableReplies:
     def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up replies that have waited too long, and set the timer for the first of the remaining ones."""
         self._timer = None
-        # A reply that timed out is refused even if its commit succeeds later: the grant behind it is revoked.
+        # A reply that timed out reports the problem even if its commit succeeds later. Its grant is revoked.
         while self._held and self._held[0].until_s <= loop.time():
             _finish(self._held.popleft(), self._problem() or too_long())
-        # A reply's callback may have added another reply, which has set the timer already.
+        # A callback may have added another reply and so set the timer.
         if self._held and self._timer is None:
             self._timer = loop.call_at(self._held[0].until_s, self._give_up, loop)
 
@@ -414,5 +410,5 @@ def _finish(batch: _Held, problem: str) -> None:
     try:
         batch.on_done(problem)
     except Exception:
-        # This is a bug. All others that wait must still get their replies.
+        # Log the bug, so that the other waiting replies are still sent.
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="reporting an outcome")

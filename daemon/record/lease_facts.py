@@ -1,12 +1,11 @@
-"""The kinds of facts about leases: one row names a kind's log event, its audit record and its counters.
+"""The kinds of facts about leases. A kind's row names its log event, its audit record and its counters.
 
-A fact combines what no single effect contains: the requester and the time of the request, of the grant, and of the
-refusal of work. `lease_history` makes facts of events and their effects; the audit log, the log and the metrics read
-them.
+A fact is an event or effect together with the requester and the times of the lease's life. `lease_history` makes the
+facts; the audit log, the log and the metrics read them.
 
-Two readers of events do not use facts. The journal writes rows directly from effects: durability must not depend on
-reports, and the daemon's own requests also change rows, although no fact answers them. The subscriptions read a lease's
-phase from the lease table, because it also changes with effects that make no fact (`SetDeadline`, `Warned`).
+The journal does not use facts: it writes rows from effects, which include the effects of the daemon's own requests. The
+subscriptions do not use facts either: they read a lease's phase from the lease table, because effects without a fact
+also change it (`SetDeadline`, `Warned`).
 """
 
 from enum import Enum
@@ -76,7 +75,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode
 
 THE_DAEMON: Final = "gpuleased"
-"""The requester of events that no peer requested: the daemon itself."""
+"""The requester's name in facts that the daemon itself caused."""
 
 RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested | ParkRequested | MoveRequested
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
@@ -87,19 +86,14 @@ Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested
 class FactRow:
     """The sources of a kind of fact, and the records, log events and counters that it leads to.
 
-    Attributes:
-        sources: The types of the event or effect that is its `Fact.source`.
-        is_answer: Whether it answers a request. The audit log omits answers to the daemon's own requests: the records
-            of the lease say the same.
-        logs: The log events; the first is the usual one. A fact with an audit record is logged with the record's
-            particulars. A fact without one, or with two events, needs a method in `LeaseLog`.
-        audit: The kind of its audit record; `projector` makes the particulars.
-        has_worker: Whether the lease has a worker at that moment. Its process id is then part of the log line.
-        counts: The counters that it adds 1 to, each by the labels of its family. A region's facts count in `of_regions`
-            instead.
-        counts_lives: The counters that count it only for a lease that had been granted.
-        of_regions: What `counts` is for regions.
-        lives_of_regions: What `counts_lives` is for regions.
+    Attributes: sources: The types that `Fact.source` may have. is_answer: Whether it answers a request. Answers to the
+    daemon's own requests have no audit record, because the lease's other records say the same. logs: The log events;
+    the first is the usual one. A fact with an audit record is logged with the record's particulars. A fact without a
+    record, or with two log events, needs a method in `LeaseLog`. audit: The kind of its audit record; `projector` makes
+    the particulars. has_worker: Whether the lease then has a worker, whose process id is in the log line. counts: The
+    counters to which a lease's fact adds 1. A region's fact uses `of_regions`. counts_lives: Counters like `counts`,
+    only for leases that had been granted. of_regions: The counters to which a region's fact adds 1. lives_of_regions:
+    Counters like `of_regions`, only for regions that had been granted.
     """
 
     sources: tuple[type, ...]
@@ -128,13 +122,13 @@ class FactKind(Enum):
     WORKER_READY = FactRow(sources=(WorkerReady,), logs=(LogEvent.WORKER_READY,))
     """The lease's worker has its context."""
     WORKER_FAILED = FactRow(sources=(WorkerFailed,), logs=(LogEvent.WORKER_FAILED,))
-    """The lease's worker could not make its context."""
+    """The lease's worker could not create its context."""
     WORKER_EXITED = FactRow(sources=(WorkerExited,), logs=(LogEvent.WORKER_EXITED, LogEvent.WORKER_DIED))
     """The lease's worker has ended."""
     WORKER_KILLED = FactRow(sources=(KillWorker,), logs=(LogEvent.WORKER_KILLED, LogEvent.WARM_REFUSED))
     """The lease's worker is killed."""
     SCRUB_DOUBTED = FactRow(sources=(WorkerScrubbed,), logs=(LogEvent.WARM_REFUSED,))
-    """A context was scrubbed without a proof."""
+    """A worker scrubbed its context, but the memory is not proved free."""
     GRANTED = FactRow(
         sources=(Granted, RegionGranted),
         is_answer=True,
@@ -159,7 +153,7 @@ class FactKind(Enum):
         counts=(families.LEASES_ADOPTED,),
         of_regions=(families.REGIONS_ADOPTED,),
     )
-    """An earlier daemon's lease is being torn down."""
+    """An earlier daemon's lease continues, and its teardown too."""
     # Answers to requests about leases, and to operators.
     RENEWED = FactRow(
         sources=(Renewed,),
@@ -202,9 +196,9 @@ class FactKind(Enum):
         has_worker=True,
         counts=(families.SESSION_FAULTS,),
     )
-    """A lease's session lost its context; once for each."""
+    """A lease's session lost its context. There is one such fact for each session."""
     SUBMIT_FAULTED = FactRow(sources=(SessionFaulted,), counts=(families.SESSION_FAULTS,))
-    """A submit lost its context; once for each."""
+    """A submit lost its context. There is one such fact for each submit."""
     PARKED = FactRow(
         sources=(LeaseParked,),
         logs=(LogEvent.LEASE_PARKED,),
@@ -225,7 +219,7 @@ class FactKind(Enum):
         audit=RecordKind.COLD,
         counts=(families.LEASES_COLD,),
     )
-    """A parked session has left its worker, which is ended."""
+    """A parked session has left its worker, and the worker is ended."""
     MOVED = FactRow(
         sources=(LeaseMoved,),
         logs=(LogEvent.LEASE_MOVED,),
@@ -294,7 +288,7 @@ class FactKind(Enum):
     """The bytes of a warm context are fenced."""
     CAPACITY_CHANGED = FactRow(sources=(CapacityChanged,), logs=(LogEvent.CARD_GREW, LogEvent.CARD_SHRANK))
 
-    # Members are looked up with every fact. `Enum` hashes their names, which is slow.
+    # Each fact is a lookup by member. `Enum` hashes members' names, which is slow.
     __hash__ = object.__hash__
     row: FactRow
 
@@ -305,10 +299,8 @@ class FactKind(Enum):
 class RequestKind(NamedTuple):
     """The names of an event that is a request.
 
-    Attributes:
-        names_tenant: Whether the event has its tenant. Operators' requests have no such field.
-        operation: Its name in audit records.
-        opcode: The operation by which peers request it. Metrics use the opcode's name.
+    Attributes: names_tenant: Whether the event has a field `tenant`. Operators' requests have none. operation: Its name
+    in audit records. opcode: The operation by which peers request it. Metrics use the opcode's name.
     """
 
     names_tenant: bool
@@ -338,7 +330,7 @@ if REQUESTS.keys() != set(get_args(Request)):
 
 
 class ReceivedRequest(NamedTuple):
-    """A request: its peer, its monotonic time, and its event, which is None if unknown or the daemon's own."""
+    """A request with its peer and monotonic time. `event` is None if it is unknown or the daemon's own."""
 
     by: str
     at_ns: int
@@ -348,14 +340,10 @@ class ReceivedRequest(NamedTuple):
 class Times(NamedTuple):
     """The times of a lease's life so far, in monotonic nanoseconds; None for a step that has not happened.
 
-    Attributes:
-        asked_ns: When it was requested.
-        spawned_ns: When its worker was started; None again once the worker was ready.
-        granted_ns: When this daemon granted it; None for a lease of an earlier daemon.
-        began_ns: When it was granted, or created under an earlier daemon.
-        is_granted: Whether its tenant was ever informed of the grant.
-        over_ns: When its work was refused.
-        cause: Why its work was refused.
+    Attributes: asked_ns: When it was requested. spawned_ns: When its worker was started; None again once the worker was
+    ready. granted_ns: When this daemon granted it; None for a lease of an earlier daemon. began_ns: When it was
+    granted, or when an earlier daemon created it. is_granted: Whether it was ever granted to its tenant. over_ns: From
+    when on its work was refused. cause: Why its work was refused.
     """
 
     asked_ns: int | None = None
@@ -373,17 +361,11 @@ NO_TIMES: Final = Times()
 class Fact(NamedTuple):
     """An event of a lease's life, with everything that an audit record, a log line or a counter needs.
 
-    Attributes:
-        kind: What happened.
-        now_ns: The monotonic time of the event.
-        source: The event or effect that it comes from; its type is in the kind's row.
-        lease_id: The lease; 0 if it is about none.
-        lease: The lease after the event, where a record or a count needs it; None if it is unknown.
-        request: The request that it answers.
-        times: The life of the lease, this fact included.
-        card: The GPU of a warm context.
-        is_warm: Whether a placed lease took a warm context.
-        use: What a lease that ended or moved used of its cards' time; None if unknown.
+    Attributes: kind: What happened. now_ns: The monotonic time of the event. source: The event or effect that caused
+    the fact; its type is in the kind's row. lease_id: The lease's id; 0 for a fact about no lease. lease: The lease
+    after the event; None if it is unknown or not needed. request: The request that it answers. times: The times of the
+    lease's life, up to and including this fact. card: The GPU of a warm context. is_warm: Whether a placed lease took a
+    warm context. use: The card time that a lease had used when it ended or moved; None if unknown.
     """
 
     kind: FactKind

@@ -1,6 +1,6 @@
-"""The history of leases: events and their effects in, facts out, computed once for the audit log, the log and metrics.
+"""Turns each event and its effects into facts, once for the audit log, the log and the metrics.
 
-Its memory is bounded by open requests and live leases. The only I/O is the log line that reports a bug.
+The history remembers open requests and live leases. Its only I/O is a log line that reports a bug.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,10 +71,9 @@ class LeaseHistory:
 
     Request 0 is the daemon's own: no peer waits for its outcome.
 
-    Args:
-        lookup: Returns a lease in its state after the event.
-        lease_of_submit: Returns the lease of a submit by the submit's number, 0 for any other number.
-        use_of: Returns what a lease has used of its card's time; None if unknown.
+    Args: lookup: Returns a lease in its state after the event. lease_of_submit: Returns the lease of a submit by the
+    submit's number, 0 for any other number. use_of: Returns the card time that a lease has used so far; None if
+    unknown.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class LeaseHistory:
         self._requests: dict[int, ReceivedRequest] = {}
         self._requesters: dict[int, str] = {}
         self._times: dict[int, Times] = {}
-        # The lease that took over a running worker in this event. The `SpawnWorker` that follows reads it.
+        # The lease or submit that took over a running worker in this event, for the `SpawnWorker` that follows.
         self._renamed_to = 0
         # Leases and submits with a reported fault: a second fault of the same session makes no fact.
         self._faulted: set[int] = set()
@@ -127,30 +126,31 @@ class LeaseHistory:
             LeaseMoved: self._moved,
             WorkerReplaced: lambda effect, now_ns: _parking(FactKind.UPGRADED, effect, now_ns),
         }
-        # All other effects are answers, and are alike. `_follow` makes the facts of WorkerExited and UNFENCED.
+        # `_answer_of` makes the facts of all other effects, which are answers. `_follow` makes those of WorkerExited
+        # and UNFENCED.
         handled = {*self._on_event, *self._on_effect, WorkerExited}
         for kind in FactKind:
             for source in kind.row.sources:
                 if source in handled:
                     continue
-                # A new fact with a new source fails at the start, not when it first happens.
+                # A kind whose source has no method here fails at the start.
                 if not kind.row.is_answer:
                     raise TypeError(f"{source.__name__} must have a method that makes its fact, {kind.name}")
                 self._on_effect.setdefault(source, self._answer_of(kind))
 
     @property
     def is_at_rest(self) -> bool:
-        """True if nothing is remembered: no request is open, and no lease is left."""
+        """True if no request is open and no lease is left."""
         return not (self._requests or self._requesters or self._times or self._faulted)
 
     def note_requester(self, request: int, peer: str) -> None:
-        """Note the peer that made a request, if the event has no tenant, or the operator who acts for its tenant."""
+        """Note the peer that made a request: for an event without a tenant, or if an operator acts for the tenant."""
         self._requesters[request] = peer
 
     def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> list[Fact]:
         """Return the facts that follow from one event, in order, at monotonic time `now_ns`.
 
-        A bug here must not keep effects from being carried out: it is logged, and the facts before it are returned.
+        A bug must not stop the effects. So it is logged, and the facts made so far are returned.
         """
         facts: list[Fact] = []
         try:
@@ -161,36 +161,36 @@ class LeaseHistory:
 
     def _follow(self, event: Event, effects: Sequence[Effect], now_ns: int, facts: list[Fact]) -> None:
         kind = type(event)
-        # A rename concerns only the spawn in the same event.
+        # A rename concerns only a spawn in the same event.
         self._renamed_to = 0
-        # Step 1: remember who asks, and when, for the answer, which may be a later event's effect.
+        # Step 1: remember requester and time for the answer, which may be an effect of a later event.
         if (request := REQUESTS.get(kind)) is not None:
             self._take_in(event, now_ns, names_tenant=request.names_tenant)
-        # Step 2: the event's own fact.
+        # Step 2: make the event's own fact.
         on_event = self._on_event.get(kind)
         if on_event is not None and (fact := on_event(event, now_ns)) is not None:
             facts.append(fact)
-        # Step 3: the facts of its effects, in their order.
+        # Step 3: make the facts of the effects, in order.
         for effect in effects:
             on_effect = self._on_effect.get(type(effect))
-            # Most effects make no fact: orders to workers, timers, the page.
+            # Most effects, such as orders to workers and timers, make no fact.
             if on_effect is None or (fact := on_effect(effect, now_ns)) is None:
                 continue
             facts.append(fact)
-            # The operator gets one answer, but there is one fact for each lease, because each tenant needs a separate
-            # record.
+            # Clearing fences is one answer, but each lease's tenant needs a record, so there is also one fact for each
+            # lease.
             if fact.kind is FactKind.FENCES_CLEARED:
                 facts += self._unfenced(fact)
-        # Step 4: events that end what is remembered, or that belong before their effects.
+        # Step 4: forget a request whose requester is gone, and put a worker's end before the effects.
         if isinstance(event, RequesterGone):
             self._forget_request(self._requests.pop(event.request, None))
         elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
-            # The worker's end comes first, but may be the reason why its lease's work is refused.
+            # The fact has the lease's times after the effects, because the worker's end may refuse the lease's work.
             times = self._times.get(event.worker_id, NO_TIMES)
             facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.worker_id, None, None, times))
 
     def _take_in(self, event: Any, now_ns: int, *, names_tenant: bool) -> None:
-        # Request 0 is the daemon's own and is never answered, so it would be remembered forever.
+        # Request 0, the daemon's own, is never answered, so it is not remembered.
         if request := event.request:
             issuer = event.tenant if names_tenant else THE_DAEMON
             self._requests[request] = ReceivedRequest(self._requesters.pop(request, issuer), now_ns, event)
@@ -198,10 +198,10 @@ class LeaseHistory:
     # --- events ---
 
     def _requested(self, event: AcquireRequested, now_ns: int) -> Fact | None:
-        # The acquire's clock starts here. A second step of the same acquire starts it again.
+        # The time of an acquire starts here. A second step of the same acquire starts it again.
         self._times[event.lease_id] = times = Times(now_ns)
         if event.step is AcquireStep.PLACE:
-            # The check was already recorded as the request.
+            # The first step, the check, already made this fact.
             return None
         return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, None, None, times)
 
@@ -210,8 +210,7 @@ class LeaseHistory:
             return None
         times = self._times.get(event.worker_id, NO_TIMES)
         if times.spawned_ns is not None:
-            # Clear the time of the start, so that a second such event, which is harmless, does not measure the same
-            # start again.
+            # Clear the time of the start, so that a repeated event does not measure it again.
             self._times[event.worker_id] = Times(times.asked_ns, None, *times[2:])
         return Fact(FactKind.WORKER_READY, now_ns, event, event.worker_id, None, None, times)
 
@@ -225,7 +224,8 @@ class LeaseHistory:
 
     def _session_faulted(self, event: SessionFaulted, now_ns: int) -> Fact | None:
         number = event.worker_id
-        # The number is a submit's or a lease's. Only the first fault of a session is reported, while its lease lives.
+        # The number is a submit's or a lease's. Only a session's first fault makes a fact, and only before the lease's
+        # end.
         of_submit = self._lease_of_submit(number)
         lease = self._lookup(of_submit or number)
         if lease is None or lease.state is not LeaseState.ACTIVE or number in self._faulted:
@@ -244,7 +244,7 @@ class LeaseHistory:
         self, event: LeaseRestored | RegionRestored, lease_id: int, created_ns: int, now_ns: int
     ) -> Fact | None:
         lease = self._lookup(lease_id)
-        # A restored lease that has ended, or that is only fenced, does not continue.
+        # A restored lease that has ended or is fenced does not continue.
         if lease is None or lease.state not in (LeaseState.ACTIVE, LeaseState.DRAINING):
             return None
         is_active = lease.state is LeaseState.ACTIVE
@@ -266,7 +266,7 @@ class LeaseHistory:
     def _granted(self, effect: Granted | RegionGranted, now_ns: int) -> Fact:
         lease = effect.lease
         before = self._times.get(lease.lease_id, NO_TIMES)
-        # A lease's life begins with its grant. Its end may already be known: the same event may refuse its work.
+        # The lease's life begins with this grant. The same event may already have refused its work.
         times = Times(before.asked_ns, before.spawned_ns, now_ns, now_ns, True, before.over_ns, before.cause)
         self._times[lease.lease_id] = times
         request = self._take_request(effect.request, now_ns)
@@ -279,7 +279,7 @@ class LeaseHistory:
         return Fact(FactKind.DENIED, now_ns, effect, lease_id, request=request)
 
     def _checked(self, effect: Checked, now_ns: int) -> None:
-        """Forget an acquire that passed its check. It returns as a new request once its name is claimed."""
+        """Forget an acquire that passed its check. After its name is claimed, it comes again as a new request."""
         self._forget_request(self._take_request(effect.request, now_ns))
 
     def _submit_ready(self, effect: SubmitReady, now_ns: int) -> Fact:
@@ -297,7 +297,7 @@ class LeaseHistory:
         return self._requests.pop(request, None) or ReceivedRequest(THE_DAEMON, now_ns, None)
 
     def _forget_request(self, request: ReceivedRequest | None) -> None:
-        """Forget the times of a requested lease that was not placed, because it never will be."""
+        """Forget the times of a requested lease that was not placed, and now will not be."""
         if request is None or not isinstance(request.event, AcquireRequested):
             return
         times = self._times.get(request.event.lease_id)
@@ -308,7 +308,7 @@ class LeaseHistory:
 
     def _placed(self, effect: SpawnWorker, now_ns: int) -> Fact:
         lease_id = effect.lease_id
-        # An acquire's own times stay, because they are parts of the grant's latency.
+        # Keep the time of the acquire, from which the grant's latency is measured.
         before = self._times.get(lease_id, NO_TIMES)
         self._times[lease_id] = times = Times(before.asked_ns, now_ns, *before[2:])
         is_warm = self._renamed_to == lease_id
@@ -321,14 +321,14 @@ class LeaseHistory:
 
     def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.worker_id)
-        # A warm context has no fact here, because `WarmEnded` makes the fact of its end.
+        # The end of a warm context is the fact of `WarmEnded`.
         return None if lease is None else self._over(effect, lease, effect.cause, now_ns)
 
     def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:
         region = self._lookup(effect.region_id)
         if effect.word not in ENDED_WORDS or region is None or region.cause is None:
             return None
-        # The word of a region that is over may be written again. Only the first time is the region's end.
+        # The word of an ended region may be written again. Only the first write is the region's end.
         is_over = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
         return None if is_over else self._over(effect, region, region.cause, now_ns)
 
@@ -338,7 +338,7 @@ class LeaseHistory:
     def _over(self, effect: RefuseWork | SetRegion, lease: LeaseSnapshot, cause: Cause, now_ns: int) -> Fact:
         before = self._times.get(lease.lease_id, NO_TIMES)
         self._times[lease.lease_id] = times = Times(*before[:5], now_ns, cause)
-        # A lease that was never granted has no tenant's record: its denial and its end are reported.
+        # A lease that was never granted is only cancelled, because its tenant gets a denial.
         kind = FactKind.ENDING if times.is_granted else FactKind.CANCELLED
         return Fact(kind, now_ns, effect, lease.lease_id, lease, None, times)
 
@@ -355,15 +355,15 @@ class LeaseHistory:
         return Fact(FactKind.SUBMIT_FENCED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
 
     def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
-        # The spawn that follows in the same event takes this context over.
+        # The spawn that follows in the same event uses this context.
         self._renamed_to = effect.to_id
-        # A lease's worker is renamed when it is recycled. Only a warm context that gets a lease counts as taken.
+        # A lease's worker that is recycled is also renamed. Only a warm context that gets a lease counts as taken.
         if kind_of(effect.from_id) is WorkerKind.LEASE or (lease := self._lookup(effect.to_id)) is None:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
 
     def _submit_spawned(self, effect: SpawnSubmit, now_ns: int) -> Fact | None:
-        # The submit has a separate worker, so the pool was not used.
+        # The submit has a new worker, so the pool was not used.
         if not effect.is_warm:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, effect.lease_id, card=effect.card_uuid)

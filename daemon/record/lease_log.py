@@ -1,7 +1,7 @@
 """Logs the life of each lease, from the request to the proof that its memory is free.
 
-`LeaseLog` logs the facts that the audit log records, and others: requests before they are granted, the queue, the
-workers. Events that a tenant can repeat at will are limited for each tenant and event, and omitted events are counted.
+Besides the facts that the audit log records, `LeaseLog` logs requests, waits in the queue and workers. Events that a
+tenant can repeat at will are limited for each tenant and event. Omitted events are counted.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ _SAME_NAMES: Final = frozenset(
         *("why", "moved_bytes", "image_bytes", "from_card", "way", "through_host", "from_version"),
     }
 )
-"""Particulars of a record that are log fields with the same name."""
+"""Particulars of an audit record that have the same name as a log field."""
 
 
 class LeaseLog(FactRecorder):
-    """Wraps the recorder of the audit log: passes every record on, and writes a log line for it.
+    """Wraps the recorder of the audit log: passes every record on to `inner`, and writes a log line for it.
 
     Args:
         inner: The recorder of the audit log.
@@ -55,9 +55,9 @@ class LeaseLog(FactRecorder):
         self._lookup = lookup
         self._pid_of = pid_of
         self._limited = _LimitedLog()
-        # Workers' process ids, by lease, because a worker's end is logged after its process id is forgotten elsewhere.
+        # Workers' process ids, by lease. The line about a worker's end needs the id after `pid_of` has forgotten it.
         self._pids: dict[int, int] = {}
-        # The facts of the present event, and their lines, until `log_facts`.
+        # The last event's facts and their lines, until `log_facts`.
         self._unlogged: tuple[Sequence[Fact], Sequence[_Line | None]] | None = None
 
     # --- events ---
@@ -70,9 +70,9 @@ class LeaseLog(FactRecorder):
         return self._inner.keeps_records
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Record the facts that follow from an event, for the audit log. Called before any effect; raises nothing.
+        """Record an event's facts in the audit log. Called before any effect is executed; raises nothing.
 
-        `log_facts` must follow, perhaps only after the effects are carried out.
+        The caller must then call `log_facts`, which may be after the effects.
         """
         self.log_facts()
         lines: list[_Line | None] = []
@@ -81,7 +81,7 @@ class LeaseLog(FactRecorder):
             for fact in facts:
                 event = _RECORDED.get(fact.kind)
                 level = 0 if event is None else _level_of(fact, event)
-                # The log line has the record's particulars, so make an entry even if only a line is needed.
+                # Make the entry even if only a log line is needed, because the line has the record's particulars.
                 is_line = event is not None and is_logged(event, level)
                 entry = entry_of(fact) if keeps_records or is_line else None
                 if entry is not None:
@@ -93,7 +93,7 @@ class LeaseLog(FactRecorder):
         self._unlogged = facts, lines
 
     def log_facts(self) -> None:
-        """Log the facts of the last `on_facts`, unless this was done. All other lines here come after these."""
+        """Log the facts of the last `on_facts`, unless they are logged. Other methods call this before they log."""
         if self._unlogged is None:
             return
         (facts, lines), self._unlogged = self._unlogged, None
@@ -115,7 +115,7 @@ class LeaseLog(FactRecorder):
                 self.record(entry, now_ns)
 
     def used(self, lease: LeaseSnapshot, use: LeaseTimeUse) -> None:
-        """Record how much of its card's time a live lease has used so far. Writes no log line."""
+        """Record the card time that a live lease has used so far. Writes no log line."""
         self.record(use_entry(lease, use), time.monotonic_ns())
 
     def attached(self, lease_id: int, tenant: str) -> None:
@@ -166,7 +166,8 @@ class LeaseLog(FactRecorder):
     ) -> None:
         """Log that a session refused a launch because of a region.
 
-        Both times count from the change of the region's word. The second is None if the tenant has not asked yet.
+        `seen_after_ns` and `told_after_ns` count from the change of the region's word. `told_after_ns` is None if the
+        tenant has not received the error yet.
         """
         self._log(
             LogEvent.FORWARD_REVOKED,
@@ -197,10 +198,10 @@ class LeaseLog(FactRecorder):
         return self._inner.figures()
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Pass on the grant, and log the denial if one takes the grant's place."""
+        """Pass the grant on, and log a denial that takes its place."""
 
         def answered(outcome: Grant | RequestDenied) -> None:
-            # The log already has a line about the grant, so the line about the denial must contradict it.
+            # The grant is already logged, so log that it was denied after all.
             if isinstance(outcome, RequestDenied):
                 lease, denial = granted.lease, outcome.denial
                 operation = "region_open" if lease.parent_id else "acquire"
@@ -218,7 +219,7 @@ class LeaseLog(FactRecorder):
 
     def _log_facts(self, facts: Sequence[Fact], lines: "Sequence[_Line | None]") -> None:
         """Log requests and workers first, then the recorded facts, then the rest."""
-        # First pass: the causes of the result. `lines` is shorter than `facts` if making one of them failed.
+        # First pass: requests and workers, then records. If making a line failed, `lines` is shorter than `facts`.
         for number, fact in enumerate(facts):
             kind = fact.kind
             if kind in _RECORDED:
@@ -228,7 +229,7 @@ class LeaseLog(FactRecorder):
                 self._log_queued(fact, facts)
             elif (first := _FIRST.get(kind)) is not None:
                 first(self, fact)
-        # Second pass: consequences. A lease that has ended no longer needs its worker's process id.
+        # Second pass: the rest. The process id of an ended lease's worker is no longer needed.
         for fact in facts:
             if fact.kind in (FactKind.ENDED, FactKind.FENCED):
                 self._pids.pop(fact.lease_id, None)
@@ -251,7 +252,8 @@ class LeaseLog(FactRecorder):
     def _log_queued(self, fact: Fact, facts: Sequence[Fact]) -> None:
         if not is_logged(LogEvent.LEASE_QUEUED):
             return
-        # No effect says "queued": an acquire waits if this event neither denied nor placed it and no lease exists.
+        # There is no effect for waiting. An acquire waits if its event neither denied nor placed it, and no lease
+        # exists.
         request, lease_id = fact.source.request, fact.lease_id
         for other in facts:
             is_denied = other.kind is FactKind.DENIED and other.source.request == request
@@ -277,7 +279,7 @@ class LeaseLog(FactRecorder):
         self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
 
     def _log_entry(self, fact: Fact, line: "_Line | None") -> None:
-        # Remember the process id even if nothing is logged now: a later line about the worker's end needs it.
+        # Remember the process id for a later line about the worker's end, even if nothing is logged now.
         if fact.kind.row.has_worker and (pid := self._pid_of(fact.lease_id)):
             self._pids[fact.lease_id] = pid
         if line is None:
@@ -288,7 +290,7 @@ class LeaseLog(FactRecorder):
             fields["worker_pid"] = self._pids.get(fact.lease_id)
         if (deadline_ns := _deadline_that_passed(fact)) is not None:
             fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
-        # An operator's action concerns no tenant, so it counts towards the operator's budget.
+        # An operator's action without a tenant counts towards the operator's budget.
         tenant = str(particulars.get("tenant") or particulars.get("by", ""))
         self._limited.log(event, tenant, fact.lease_id or _lease_in(particulars), fields, level)
 
@@ -315,7 +317,7 @@ class LeaseLog(FactRecorder):
         self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=reason, reason=fact.source.reason)
 
     def _log_warm_lost(self, fact: Fact) -> None:
-        # Limit these lines, because the context may have served a tenant, who can leave one context after another.
+        # Limit these lines, because a tenant can leave one context after another.
         self._log(LogEvent.WARM_GONE, "", card=fact.card, reason=fact.source.reason)
 
     def _log_submit_ready(self, fact: Fact) -> None:
@@ -352,7 +354,7 @@ class LeaseLog(FactRecorder):
 
 
 _Line = tuple[LogEvent, int, RecordKind, Particulars]
-"""The parts of a line for a fact with a record: its event and level, and the record's kind and particulars."""
+"""The log event, level, kind and particulars of a fact that has an audit record."""
 
 
 _FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
@@ -361,7 +363,7 @@ _FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.WORKER_EXITED: LeaseLog._log_exited,
     FactKind.SCRUB_DOUBTED: LeaseLog._log_scrub,
 }
-"""Facts that are logged before the recorded ones."""
+"""Methods for facts that are logged before those with an audit record."""
 
 _LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.PLACED: LeaseLog._log_placed,
@@ -374,7 +376,7 @@ _LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.SUBMIT_ENDED: LeaseLog._log_submit_ended,
     FactKind.SUBMIT_FENCED: LeaseLog._log_submit_ended,
 }
-"""Facts that are logged after the recorded ones."""
+"""Methods for facts that are logged after those with an audit record."""
 
 _LOGGED_BY_METHODS: Final = frozenset({FactKind.REQUESTED, *_FIRST, *_LAST})
 
@@ -390,22 +392,22 @@ if {*_RECORDED, *_LOGGED_BY_METHODS} != {kind for kind in FactKind if kind.row.l
 
 
 COUNT_EVERY_S: Final = 10.0
-"""Time until the log reports how many of a tenant's events were omitted."""
+"""Seconds until the log reports how many events were omitted."""
 
 MAX_COUNTS: Final = 50
-"""Maximum number of lines in one such report, one for each tenant and event. The remaining events are summed up in one
-more line."""
+"""Maximum number of lines in one such report, each for one tenant and event. One more line has the sum of all others.
+"""
 
 _UNLIMITED: Final = frozenset(
     {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
 )
-"""Events that no tenant can cause as often as it likes."""
+"""Events that a tenant can't repeat at will."""
 
 _WITH_TENANT: Final = frozenset(event for event in LogEvent if "tenant" in event.kind.fields)
 
 
 class _LimitedLog:
-    """Logs events within each tenant's budget, and counts those that it leaves out."""
+    """Logs events within each tenant's budget, and counts omitted ones."""
 
     def __init__(self) -> None:
         self._budgets: defaultdict[LogEvent, Budgets] = defaultdict(Budgets)
@@ -417,14 +419,14 @@ class _LimitedLog:
     ) -> None:
         """Log an event for which `is_logged` was true, if the tenant's budget has room for it."""
         if event not in _UNLIMITED:
-            # There is a budget for each kind of event, so a tenant that floods one kind keeps the lines of all others.
+            # Each kind of event has a separate budget, so a flood of one kind does not suppress other kinds.
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
             if omitted is None:
-                # The first omitted event starts the timer. No timer runs while nothing is omitted.
+                # The first omitted event starts the timer.
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._log_suppressed)
                 return
-            # This line fits again. Lines omitted before it are reported when the timer ends.
+            # The budget has room again. Events omitted before this one are reported when the timer fires.
             if omitted:
                 self._omitted[event.kind.name, tenant] += omitted
         about: dict[str, Any] = (
@@ -438,12 +440,12 @@ class _LimitedLog:
         self._log_suppressed()
 
     def _log_suppressed(self) -> None:
-        # Collect the counts that no later line of the same tenant has taken up.
+        # Collect the counts of tenants without a later line.
         self._timer = None
         for event, budgets in self._budgets.items():
             for tenant, count in budgets.take_omitted().items():
                 self._omitted[event.kind.name, tenant] += count
-        # Unary plus drops zeros. The tenants with the most omitted events get separate lines.
+        # Unary plus drops zeros. The highest counts get lines of their own.
         counts = (+self._omitted).most_common()
         self._omitted.clear()
         for (of_event, tenant), count in counts[:MAX_COUNTS]:
@@ -474,7 +476,7 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
 
 
 def _level_of(fact: Fact, event: LogEvent) -> int:
-    """Return the level of a fact's line. For an end, the table of causes has the level."""
+    """Return the level of a fact's line. The level of an end depends on its cause."""
     cause = fact.times.cause if event.kind.warns_of_failures else None
     return WARNING if cause is not None and cause.row.is_warned else event.level
 

@@ -1,14 +1,14 @@
-r"""The audit log: which tenant had which lease and why it ended, in a chain of records that reveals any later change.
+r"""The audit log: records of which tenant had which lease and why it ended, chained so that any later change shows.
 
-The format, for other programs; `vectors/audit/` has it as bytes.
+Other programs may read the format described here; `vectors/audit/` has examples.
 
-**Lines.** A log is a folder of files `audit-<first sequence number, 16 digits>.jsonl`, read in the order of their names
-as one text. Each record is one line that ends with one newline (0x0A) and is in canonical form.
+**Lines.** A log is a folder of files `audit-<first sequence number, 16 digits>.jsonl`. In the order of their names, the
+files are one text. Each record is one line in canonical form that ends with one newline (0x0A).
 
-**Canonical form.** The subset of RFC 8785 (JCS) that a log needs: UTF-8, no white space, the keys of every object
-sorted, shortest escapes (`\b \t \n \f \r \" \\`, `\u00xx` in lower case for the other control characters, all
-else as it is). Values are objects, arrays, strings, integers from -(2^53 - 1) to 2^53 - 1, true, false and null, but
-no floats. Keys are ASCII letters, digits and underscores, so every order of sorting agrees.
+**Canonical form.** The form is a subset of RFC 8785 (JCS): UTF-8, no white space, and the keys of every object sorted.
+Strings use the escapes `\b \t \n \f \r \" \\`, and `\u00xx` in lower case for the other control characters. No other
+character is escaped. Values are objects, arrays, strings, integers from -(2^53 - 1) to 2^53 - 1, true, false and null.
+There are no floats. Keys consist of ASCII letters, digits and underscores, so they sort alike by bytes and by UTF-16.
 
 **A record** is an object of exactly these members:
 
@@ -22,16 +22,18 @@ no floats. Keys are ASCII letters, digits and underscores, so every order of sor
 | `kind` | what happened |
 | `data` | an object: the particulars |
 
-**The head.** A file of 256 bytes, `head.json` next to the log or wherever the operator put it: one canonical object
-(`seq`, `hash` of that record's line, `boot`, and `alive_us`, the last time at which the daemon was known to live),
-spaces, and a newline. A log that ends before its head was cut, and one with another record there was edited.
+**The head.** The head is a file of 256 bytes: `head.json` next to the log, or another path that the operator chose. It
+has one canonical object, then spaces and a newline. The object's members are `seq` of the last record, `hash` of that
+record's line, `boot`, and `alive_us`, the last time at which the daemon was known to run. A log that ends before its
+head was cut. A log with another record at the head's `seq` was edited.
 
-**Torn lines.** A crash can leave a piece of a line. It is never removed: the next record describes it in `data.torn`
-(`offset` in the file, `size_bytes`, `sha256`), a newline separates the two, and the piece does not belong to the chain.
+**Torn lines.** A crash can leave a piece of a line, which is never removed. The daemon ends the piece with a newline,
+and the next record describes it in `data.torn` (`offset` in the file, `size_bytes`, `sha256`). The piece does not
+belong to the chain.
 
-**Notes.** The kind `note` has a tenant's own words: `lease`, `tenant`, and the object `note`. A reader skips kinds that
-it does not know: the chain is the same for all.
+**Notes.** A record of the kind `note` has members `lease` and `tenant`, and an object `note` that the tenant sent. A
+reader skips kinds that it does not know, and verifies the chain over all kinds.
 
-**Removed files.** The operator may keep a bounded number of files. Before the daemon removes one, a record of the kind
-`prune` holds the last sequence number and hash in it.
+**Removed files.** The operator may limit the number of files. Before the daemon removes a file, it writes a record of
+the kind `prune` with the file's last sequence number and hash.
 """

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.record.audit`, which is `gpulease audit`: reads audit logs, of this host or any other."""
+"""The command `gpulease audit` (`python -m gpulease.daemon.record.audit`), which reads audit logs of any host."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ EXIT_CANNOT_READ: Final = 66
 LEASE_ID_DIGITS: Final = 32
 
 _PATH: Final = click.Path(path_type=Path, readable=False)
-"""click does not check that a path can be read: a log that can't be read has its own exit status."""
+"""The type of paths. click does not check that they can be read, because an unreadable log has its own exit status."""
 
 _paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE...", type=_PATH)
 _head_file = click.option(
@@ -65,7 +65,7 @@ def main() -> None:
 @_json
 def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as_json: bool) -> None:
     """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
-    # The head in a --head option comes from a place that the log's writer can't reach, so trust it most.
+    # Prefer the head in --head to the head's file: the operator kept it where the log's writer can't reach it.
     source = find_log(paths, head_file)
     chain_end = _link(head) if head else (None if source.head is None else source.head.end)
     verifier = Verifier(chain_end)
@@ -95,7 +95,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
     """Show records, oldest first. The exit status is 0 only if the files have nothing but records."""
-    # A first pass finds the full id, so that a prefix of two leases' ids is an error, not a mixture of their records.
+    # A first pass finds the full id, so that a prefix that two leases' ids share is an error.
     lease_id = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
     def is_wanted(record: AuditRecord) -> bool:
@@ -137,7 +137,7 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool, by_day
         raise click.UsageError("--json and --csv can't be given together")
     source = find_log(paths, head_file)
     verifier = Verifier(None if source.head is None else source.head.end)
-    # Make the sums while verifying the chain, in one pass, and print them even if the chain is broken.
+    # Add up and verify in one pass, and print the sums even if the chain is broken.
     total = UsageSum()
     for record in source.records(verifier):
         total.take(record)

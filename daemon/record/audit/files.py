@@ -1,7 +1,7 @@
 """The audit log's files: appends records, makes them durable, and finds the log's end after a crash.
 
-Files are opened with O_APPEND and mode 0600; a new file's name is made durable in its folder. Written bytes never
-change. If the operator wants to keep a limited number of files, only complete ones are removed.
+Files are opened with O_APPEND and mode 0600, and written bytes never change. A new file's name is made durable in its
+folder. If the operator limits the number of files, only complete files are removed.
 """
 
 import contextlib
@@ -42,8 +42,9 @@ REWRITE_BYTES: Final = 1 << 20
 """Maximum number of bytes that `rewrite` has in memory at a time."""
 
 TAIL_BYTES: Final = 4 << 20
-"""Number of bytes of a log's end that are read when the daemon starts: about 8,000 records. A killed daemon may have
-written this many ends of leases only to the log, or only to the journal. Reading them takes a tenth of a second."""
+"""Number of bytes at the log's end that the daemon reads at its start. They have about 8,000 records, and reading them
+takes a tenth of a second. A daemon that was killed may have written up to this many ends of leases to only one of log
+and journal."""
 
 _KINDS: Final = {kind.value: kind for kind in RecordKind}
 
@@ -62,12 +63,9 @@ class LogDisturbed(OSError):
 class LogSettings:
     """Where a log is, and how much of it is kept.
 
-    Attributes:
-        folder: The folder. It is made if its parent exists.
-        head_path: The head's file.
-        max_file_bytes: The size in bytes at which the next file begins. A file with a single group of records may be
-            larger.
-        keep_files: Number of files to keep; 0 for all.
+    Attributes: folder: The folder. It is made if its parent exists. head_path: The head's file. max_file_bytes: The
+    size in bytes at which the next file begins. A file that has a single group of records may be larger. keep_files:
+    Number of files to keep; 0 to keep all.
     """
 
     folder: Path
@@ -93,10 +91,9 @@ def log_files(folder: Path) -> list[Path]:
 class LastRecords:
     """A summary of the last records of a log.
 
-    Attributes:
-        kinds: For each lease, the kind of the record that says most about its end: END, FENCE, or any other kind.
-        cut_us: The monotonic time of the last record, if records may be missing after it. None if the daemon stopped
-          normally, or if the log has no records or is from another boot of the host.
+    Attributes: kinds: For each lease, the kind of its record with the latest stage, for example END. cut_us: The
+    monotonic time of the last record in microseconds, if later records may be missing. None if the daemon stopped
+    normally, the log is empty, or the log is from another boot of the host.
     """
 
     kinds: Mapping[str, RecordKind] = field(default_factory=dict)
@@ -109,13 +106,13 @@ def last_records(folder: Path, boot: str) -> LastRecords:
     cut_us = None
     for line in _last_lines(folder):
         with contextlib.suppress(NotARecord, ValueError):
-            # Each record moves the cut. After a STOP, or in another boot, nothing further can have happened.
+            # Records may be missing after this one, unless it is a STOP or from another boot.
             record = read_record(line)
             cut_us = record.mono_us if record.boot == boot and record.kind != RecordKind.STOP else None
             kind, lease = _KINDS.get(record.kind), record.data.get("lease")
             if kind is None or kind.stage is None or not isinstance(lease, str):
                 continue
-            # Keep the latest stage rather than the last record: a lease with an END has ended, whatever follows.
+            # Keep the kind with the latest stage: a lease with an END has ended, whatever records follow.
             if kind.stage >= (kinds.get(lease, kind).stage or LeaseStage.LIVE):
                 kinds[lease] = kind
     return LastRecords(kinds, cut_us)
@@ -139,12 +136,12 @@ def _last_lines(folder: Path) -> list[bytes]:
 def tail_of(data: bytes | mmap.mmap) -> Tail:
     """Find the last complete record in a file's bytes. A record that lacks only its newline is complete."""
     stop = len(data)
-    # Read line by line, from the end. Each line is a record, or a piece that a crash left after the last record.
+    # Read line by line from the end, until a line is a record. Other lines are pieces that a crash left.
     while stop:
         body_end = stop - (data[stop - 1 : stop] == b"\n")
         start = data.rfind(b"\n", 0, body_end) + 1
         with contextlib.suppress(NotARecord):
-            # Take one byte more than a record may have, so that a longer line is refused without copying all of it.
+            # Copy one byte more than a record may have. A longer line then fails, and is not copied as a whole.
             line = bytes(data[start : min(body_end, start + MAX_RECORD_BYTES + 1)])
             return Tail(ChainEnd(read_record(line).seq, hash_of(line)), stop)
         stop = start
@@ -154,18 +151,14 @@ def tail_of(data: bytes | mmap.mmap) -> Tail:
 class AuditLog:
     """An open log. Used by one thread at a time.
 
-    Args:
-        chain_end: The last record that, as the caller knows, was in the log. The chain continues after it, whatever has
-            happened to the files and their head since.
+    Args: chain_end: A record that the caller knows to have been in the log. The chain continues after it, even if the
+    files or the head now end earlier.
 
-    Attributes:
-        end: The last durable record.
-        findings: Problems that were found when the log was opened and that an auditor must know, as a record's
-          particulars; empty if there are none. "torn": offset, size and hash of the bytes after the last record.
-          "head": why the head can't be read. "unanchored": the number of records after the head. "lost": the first and
-          the last record that are missing. "edited": the record whose hash differs.
-        previous: The head that was read at the opening; None if it could not be read.
-        attempted: The end of the chain after each record of the last `append`, which may have failed.
+    Attributes: end: The last durable record. findings: Problems that were found when the log was opened, for the next
+    record's particulars. "torn": offset, size and hash of the bytes after the last record. "head": why the head can't
+    be read. "unanchored": the number of records after the head. "lost": the numbers of the first and the last missing
+    record. "edited": the record whose hash differs. previous: The head as read when the log was opened; None if it
+    could not be read. attempted: The end of the chain after each record of the last `append`, which may have failed.
 
     Raises:
         FolderInUse: Another process has the log open.
@@ -192,7 +185,7 @@ class AuditLog:
             raise
 
     def append(self, drafts: Sequence[Draft], alive_us: int) -> None:
-        """Seal records, write them and make them durable. After an OSError, `close` the log and open it again."""
+        """Chain records, write them and make them durable. After an OSError, close the log and open it again."""
         self.attempted = []
         self._check_undisturbed()
         # Seal all records first: each has the hash of the one before it.
@@ -206,8 +199,8 @@ class AuditLog:
         # file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
             self._begin_file()
-        # Keep this order: the records, the sync, the head. A head that is ahead of its log would mean that the log was
-        # cut.
+        # Write the head only after the records are synced. A head with a later record than the log means that the log
+        # was cut.
         self._write(data)
         os.fdatasync(self._fd)
         self._separator = b""
@@ -215,14 +208,14 @@ class AuditLog:
         self.beat(alive_us)
 
     def beat(self, alive_us: int) -> None:
-        """Write the head: the log's end, and the time at which its daemon was alive. Raises OSError."""
+        """Write the head, with the log's end and the monotonic time now. Raises OSError."""
         os.pwrite(self._head_fd, head_bytes(Head(self.end, self._boot, alive_us)), 0)
 
     def rewrite(self) -> None:
         """Write the newest file's bytes again, in their places. Raises OSError.
 
-        After a failed sync the kernel may mark pages as clean that never reached the disk (fsync(2), EIO). If they are
-        written again, the next sync includes them.
+        After a failed sync, the kernel may mark pages as clean that never reached the disk (fsync(2), EIO). Writing the
+        pages again makes the next sync include them.
         """
         with self._path.open("r+b", buffering=0) as file:
             offset = 0
@@ -234,7 +227,7 @@ class AuditLog:
         os.fdatasync(self._head_fd)
 
     def superfluous(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the oldest file and the particulars of its `prune` record, if there are more files than to keep."""
+        """Return the oldest file and the particulars of its `prune` record; None if no file must be removed."""
         if not 0 < self._settings.keep_files < len(self._files):
             return None
         oldest, following = self._files[:2]
@@ -285,8 +278,8 @@ class AuditLog:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.end.seq:
                 break
-        # Three sources show the end: the file, the head, and the last record that this daemon wrote. Continue after the
-        # latest of the three ends, so that a loss is visible.
+        # The file, the head and the caller each know an end. Continue after the latest of the three, so that lost
+        # records leave a gap in the numbers.
         self.end = self._compare_with_known_end(self._compare_with_head(tail.end))
 
     def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
@@ -304,10 +297,7 @@ class AuditLog:
                 self.findings["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
 
     def _compare_with_head(self, end: ChainEnd) -> ChainEnd:
-        """Return the end after which the chain continues: the log's or the head's, whichever is later.
-
-        If the log is shorter, the gap in the numbers shows that records are lost.
-        """
+        """Return the later one of the log's end and the head's."""
         data = os.pread(self._head_fd, HEAD_BYTES + 1, 0)
         try:
             head = self.previous = read_head(data)
@@ -315,11 +305,12 @@ class AuditLog:
             if end.seq:
                 self.findings["head"] = f"it can't be read: {error}" if data else "it is missing"
             return end
-        # The log is ahead of the head. That is normal after a crash, because the head is written after each sync.
+        # The log has records after the head's. That is normal after a crash, because the head is written after each
+        # sync.
         if end.seq > head.end.seq:
             self.findings["unanchored"] = end.seq - head.end.seq
             return end
-        # The log is behind the head: records that were durable are missing.
+        # The head has a later record than the log: records that were durable are missing.
         if end.seq < head.end.seq:
             self.findings["lost"] = {"first": end.seq + 1, "last": head.end.seq}
         elif end.hash != head.end.hash:
@@ -327,11 +318,11 @@ class AuditLog:
         return head.end
 
     def _compare_with_known_end(self, end: ChainEnd) -> ChainEnd:
-        """Return the end after which the chain continues: `end` or the caller's, whichever is later."""
+        """Return the later one of `end` and the caller's `chain_end`."""
         if end.seq > self._known.seq:
             return end
         if end.seq < self._known.seq:
-            # If the head has shown an earlier lost record, keep that one.
+            # Keep the first lost record that the head has shown, if any.
             first = self.findings.get("lost", {"first": end.seq + 1})["first"]
             self.findings["lost"] = {"first": first, "last": self._known.seq}
         elif end.hash != self._known.hash:
@@ -365,7 +356,7 @@ class AuditLog:
             path_status, own_status = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
-        # The log is disturbed if another file is at the path, or if the file has bytes that this process did not write.
+        # Another program has replaced the file if the inode differs, or has written to it if the size differs.
         if path_status.st_ino != own_status.st_ino or path_status.st_size != self._size:
             raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as the last daemon left it")
 

@@ -35,13 +35,13 @@ class LogSource:
     head: Head | None
 
     def lines(self) -> Iterator[tuple[str, int, bytes]]:
-        """Yield file, offset and line, with its newline. A line that is longer than any record comes in pieces."""
+        """Yield each line with its newline, its file and its offset. A line longer than any record comes in pieces."""
         for path in self.files:
             offset = 0
             try:
                 with path.open("rb") as file:
-                    # The bound keeps a forged file with one endless line from filling memory. The pieces of that line
-                    # are not valid records.
+                    # A forged file may have an endless line, so read at most a record's length. The pieces are not
+                    # valid records.
                     while line := file.readline(MAX_RECORD_BYTES + 2):
                         yield path.name, offset, line
                         offset += len(line)
@@ -60,13 +60,14 @@ class LogSource:
 def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
     """Find the log in a folder, or in files given in their order. Raises CannotRead.
 
-    The head is read first: a daemon that writes at the same time can only make the log longer than its head.
+    The head is read before the files. If a daemon is writing, the log may then be longer than the head, but not
+    shorter.
     """
     # The head is in a file next to the log, unless the caller names another file.
     folder = paths[0] if _is_folder(paths[0]) else paths[0].parent
     head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
     files: list[Path] = []
-    # Files keep the order in which they were given: the verifier reports a wrong order.
+    # Keep the order of the given files. The verifier reports a wrong order.
     for path in paths:
         try:
             files += log_files(path) if _is_folder(path) else [path]
@@ -201,7 +202,7 @@ def days_csv(days: Mapping[DayOfTenant, DayUse]) -> str:
 
 
 def _cell(text: str) -> str:
-    # A spreadsheet would take a text with such a beginning for a formula.
+    # A spreadsheet evaluates a cell that begins with one of these characters as a formula.
     cleaned = clean_text(text)
     return f"'{cleaned}" if cleaned.startswith(("=", "+", "-", "@")) else cleaned
 
@@ -224,7 +225,7 @@ def days_table(days: Mapping[DayOfTenant, DayUse]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table. Columns of numbers are aligned right."""
-    # Headings count for a column's width, but not for whether the column consists of numbers.
+    # A column is aligned right if all cells except its heading are numbers.
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     is_number = [bool(rows) and all(cell.replace(".", "").isdigit() for cell in column[1:]) for column in columns]

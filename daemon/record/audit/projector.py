@@ -31,13 +31,13 @@ Entry = tuple[RecordKind, Particulars]
 
 
 EXCLUSIVITY_NAMES: Final = {one: one.name.lower() for one in Exclusivity}
-"""Names in records and log lines. They are made once, because an enum computes `name` at each use."""
+"""Names in records and log lines. The table saves time, because an enum computes `name` at each use."""
 
 
 def entry_of(fact: Fact) -> Entry | None:
     """Return the kind and the particulars of a fact's record; None if the audit log has no record for it.
 
-    Request 0 is the daemon's own. Its outcome has no record, because the lease's records describe it.
+    The outcome of request 0, which is the daemon's own, has no record. The lease's other records describe it.
     """
     row = fact.kind.row
     if row.audit is None or (row.is_answer and not fact.source.request):
@@ -47,7 +47,7 @@ def entry_of(fact: Fact) -> Entry | None:
 
 
 def bounded(number: int) -> int:
-    """Return a tenant's number, or the largest that readers of JSON can hold."""
+    """Return a tenant's number, limited to the largest integer of a record."""
     return min(number, MAX_INTEGER)
 
 
@@ -96,7 +96,7 @@ def _moved(fact: Fact) -> Particulars:
     moved = fact.source
     way = {"way": "host" if moved.why_through_host else "direct", "through_host": clean_text(moved.why_through_host)}
     details = {"from_card": moved.from_uuid} | way | {"moved_bytes": bounded(moved.moved_bytes)}
-    # The lease has used its time so far on the card that it left.
+    # The GPU time so far was used on the card that the lease has left.
     return _lease(moved.lease) | details | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 
 
@@ -131,7 +131,7 @@ def _park_done(fact: Fact) -> Particulars | None:
 def _free(fact: Fact) -> Particulars | None:
     """Record only a free by someone other than the tenant. The lease's end records everything else."""
     request = _request_of(fact)
-    # If a tenant frees its own lease, that is the normal end, which END contains.
+    # A tenant that frees its own lease ends it normally, and END records that.
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
     return {"action": "free", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
@@ -190,7 +190,7 @@ def _over(fact: Fact) -> Particulars | None:
 
 def _end(fact: Fact) -> Particulars | None:
     lease, over_ns = fact.lease, fact.times.over_ns
-    # First cut both times to microseconds, so that the difference agrees with the record's own times.
+    # Round both times down to microseconds, so that the difference agrees with the record's other times.
     latency_us = 0 if over_ns is None else fact.now_ns // NS_PER_US - over_ns // NS_PER_US
     return lease and _lease(lease) | _times(fact) | {"latency_us": latency_us} | _use(fact.use) | _why(lease)
 
@@ -201,7 +201,7 @@ def _end_submit(fact: Fact) -> Particulars:
 
 
 def _fence_warm(fact: Fact) -> Particulars:
-    # Only one fact about the pool matters to auditors: bytes that no lease can have.
+    # Auditors need only one fact about the warm pool: that bytes are fenced.
     return {"card": fact.card, "what": "fenced", "reason": clean_text(fact.source.reason)}
 
 
@@ -337,7 +337,7 @@ def _use(use: LeaseTimeUse | None) -> Particulars:
 def _times(fact: Fact) -> Particulars:
     granted_ns, over_ns = fact.times.granted_ns, fact.times.over_ns
     return {
-        # None for a lease that an earlier daemon granted, whose record has the time.
+        # None for a lease of an earlier daemon, whose grant record has the time.
         "granted_us": None if granted_ns is None else granted_ns // NS_PER_US,
         "over_us": (fact.now_ns if over_ns is None else over_ns) // NS_PER_US,
     }

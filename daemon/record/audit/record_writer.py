@@ -1,7 +1,7 @@
 """Writes records to the audit log in a thread, from a bounded queue.
 
-If a write fails, the thread tries to open the log again every second. When it succeeds, it finds out which records
-reached the disk nevertheless, writes a `resume` record that describes the failure, and continues.
+If a write fails, the thread tries every second to open the log again. After the log is open, the thread determines
+which records reached the disk, writes a `resume` record about the failure, and continues.
 """
 
 import time
@@ -17,18 +17,16 @@ from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, Group
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
 BEAT_S: Final = 1.0
-"""Seconds between two writes of the head while nothing happens. With this precision, the log shows when a daemon
-died."""
+"""Seconds between two writes of the head while no records are written. If the daemon is killed, the head shows when, to
+this precision."""
 
 
 class AuditWriter:
     """Writes a log in a separate thread, from `start` to `stop`.
 
-    Args:
-        open_log: Opens the log, given the last record that is known to be in it. Called again after every failure.
-          Raises OSError or FolderInUse.
-        start_fields: The particulars of the daemon's `start` record.
-        on_change: Called in the thread whenever records became durable, and when they can no longer be written.
+    Args: open_log: Opens the log, given the last record that is known to be in it. Called again after every failure.
+    Raises OSError or FolderInUse. start_fields: The particulars of the daemon's `start` record. on_change: Called in
+    the thread when records become durable, and when the log can no longer be written.
     """
 
     def __init__(
@@ -44,7 +42,8 @@ class AuditWriter:
 
         Raises FolderInUse, NoThread, or OSError if the log must work but can't be written.
         """
-        # Write before the thread runs, so that a daemon that must have its log fails at its start, with the reason.
+        # Write once before the thread starts, so that a daemon that requires its log fails at its start with the
+        # reason.
         try:
             self._committer.commit_first()
         except OSError:
@@ -53,7 +52,7 @@ class AuditWriter:
         self._committer.start(self._on_change)
 
     def put(self, kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> int:
-        """Queue a record of a present event. Returns its ticket; 0 if the queue is full. Never waits for the disk."""
+        """Queue a record. Returns its ticket, or 0 if the queue is full. Never waits for the disk."""
         return self._committer.put(draft_of(kind, data, now_ns))
 
     @property
@@ -74,14 +73,14 @@ class AuditWriter:
         return {"waiting": len(self._queue), "durable": self.durable, "dropped": self._queue.dropped}
 
     def stop(self, data: dict[str, Any]) -> bool:
-        """Write the queued records and one about the stop. Returns whether all of them reached the disk in time."""
+        """Write the queued records and a `stop` record. Returns whether all of them reached the disk in time."""
         last = self.put(RecordKind.STOP, data)
         self._committer.stop()
         return self.is_durable(last)
 
 
 def draft_of(kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> Draft:
-    """Make a record of a present event. `now_ns` is the monotonic time, if the caller already has it."""
+    """Return a record of an event that happens now. `now_ns` is the monotonic time; 0 to read the clock here."""
     return Draft(kind, data, time.time_ns() // NS_PER_US, (now_ns or time.monotonic_ns()) // NS_PER_US)
 
 
@@ -89,16 +88,15 @@ MAX_QUEUED: Final = 32_768
 """Maximum number of queued records, about 30 MB, so that a hung disk can't use up the broker's memory."""
 
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
-"""Maximum number of queued records while minor records, which tenants can cause at will, are still accepted. The rest
-of the room is for grants and ends."""
+"""Maximum length of the queue for which minor records are still accepted. Tenants can cause any number of those, so the
+rest of the room is for grants and ends."""
 
 
 class RecordQueue(CommitQueue[Draft]):
-    """A bounded queue. Records that find no room are counted, and the count becomes a record in their place.
+    """A bounded queue. A gap record, which counts records for which there is no room, takes their place.
 
-    Attributes:
-        accepted: Number of records accepted so far, including records about gaps. This is the last record's ticket.
-        dropped: Number of records that found no room.
+    Attributes: accepted: Number of records accepted so far, gap records included. It is the last record's ticket.
+    dropped: Number of records for which there was no room.
     """
 
     def __init__(self) -> None:
@@ -109,8 +107,7 @@ class RecordQueue(CommitQueue[Draft]):
     def put(self, item: Draft) -> int:
         """Queue a record and return its ticket, 0 if the queue is full. Never waits for the disk."""
         with self._lock:
-            # Minor records may use only half the room, so a tenant that causes very many can't displace a grant or an
-            # end.
+            # Minor records may use only half the room, so that they can't displace a grant or an end.
             if len(self._items) >= (MAX_QUEUED_MINOR if item.kind.is_minor else MAX_QUEUED):
                 self._drop(item)
                 return 0
@@ -118,13 +115,13 @@ class RecordQueue(CommitQueue[Draft]):
             return self.accepted
 
     def _on_taken(self, taken: list[Draft]) -> None:
-        # The gap's record has left the queue with its present counts. The next dropped record begins another gap.
+        # The gap record has left the queue, and its counts are final. The next dropped record begins another gap.
         if self._gap is not None and any(draft is self._gap for draft in taken):
             self._gap = None
 
     def _drop(self, draft: Draft) -> None:
-        # A missing grant or end needs a gap record after everything that was queued before it. Minor records are only
-        # counted.
+        # A dropped grant or end needs a gap record at its place in the order. Minor records are added to any queued gap
+        # record.
         gap = self._gap
         if gap is None or (not draft.kind.is_minor and self._items[-1] is not gap):
             gap = self._gap = Draft(
@@ -185,14 +182,14 @@ class _LogTarget(CommitTarget[Draft]):
         self._opening, self._attempted, self._written = None, [], 0
 
     def after_commit(self) -> None:
-        # Report dropped records here, not when they are dropped: a full queue means that the disk is slow, and log
-        # lines would make it slower.
+        # Log dropped records only now. When they are dropped, the disk is slow, and log lines would make it slower.
         if self._queue.dropped > self._logged_dropped:
             log_event(LogEvent.AUDIT_DROPPED, count=self._queue.dropped)
             self._logged_dropped = self._queue.dropped
         if (log := self._log) is None:
             return
-        # The `prune` record is durable before its file is deleted: a crash in between leaves an extra file, not a gap.
+        # Make the `prune` record durable before the file is deleted. A crash in between then leaves an extra file and
+        # no gap.
         while (superfluous := log.superfluous()) is not None:
             path, data = superfluous
             log.append([draft_of(RecordKind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
@@ -211,7 +208,7 @@ class _LogTarget(CommitTarget[Draft]):
             self._failed_us = time.monotonic_ns() // NS_PER_US
             log_event(LogEvent.AUDIT_FAILING, reason=str(error))
         self._problem = problem
-        # After a failed write, the descriptors may be in any state. Only reading the file again is reliable.
+        # After a failed write, read the file again, because its contents are unknown.
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -222,7 +219,7 @@ class _LogTarget(CommitTarget[Draft]):
     def close(self) -> None:
         if self._log is None:
             return
-        # The log itself is durable. A head that can't be synced is out of date, but valid.
+        # The log is durable. If the head can't be synced, it is out of date but valid.
         try:
             self._log.sync_head()
         except OSError as error:
@@ -232,7 +229,7 @@ class _LogTarget(CommitTarget[Draft]):
         self._log = None
 
     def _sync_head(self, log: AuditLog) -> None:
-        # Sync the head at most once each BEAT_S: it anchors the log, but no reply waits for it.
+        # Sync the head at most once in BEAT_S, because no reply waits for it.
         now_ns = time.monotonic_ns()
         if now_ns - self._head_synced_ns >= BEAT_S * NS_PER_S:
             log.sync_head()
@@ -242,9 +239,9 @@ class _LogTarget(CommitTarget[Draft]):
         # Read the end of the file, which may be the end of any record of the append that failed.
         log = self._log = self._open_log(self._known)
         if log.end in self._attempted:
-            # The append that failed reached the file, partly or completely. The records in the file need only a sync.
+            # The failed append wrote some or all of its records to the file. These need only a sync.
             written_count = self._attempted.index(log.end) + 1
-            # The first attempted record was the START or RESUME, which is not part of the group.
+            # The first of them was the START or RESUME record, which is not part of the group.
             if self._opening is not None:
                 self._is_begun = True
                 written_count -= 1

@@ -1,7 +1,7 @@
-"""Takes the broker's records for the audit log, limits repeated records, and holds grants until they are durable.
+"""Passes the broker's records to the audit log, limits records that tenants can repeat, and holds grants.
 
-This module does not influence the lease table, with one exception: where the operator requires the log, a grant that
-can't be recorded in time is revoked before its tenant receives it.
+If the operator requires the log, a grant is held until its record is durable. A grant that can't be recorded in time is
+revoked before its tenant receives it. In no other case does the log influence the lease table.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ OnNoteRecorded = Callable[[Denial | None], None]
 
 
 class FactRecorder:
-    """The base of all fact recorders. By itself, without an audit log, it records nothing and holds nothing."""
+    """The interface of fact recorders. This class is used without an audit log, and does nothing."""
 
     @property
     def keeps_records(self) -> bool:
@@ -51,9 +51,9 @@ class FactRecorder:
         """Record that a connection was handed to a lease's worker."""
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
-        """Record that `by` got a token, for a lease of `tenant` or, if the token names no lease, for the node.
+        """Record that `by` received a token for a lease of `tenant` or, if the token names no lease, for the node.
 
-        `audience` is the tenant that may use it, if that tenant is known here.
+        `audience` is the tenant that may use the token; None if unknown.
         """
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
@@ -94,10 +94,9 @@ class FactRecorder:
 class LogRecorder(FactRecorder):
     """The recorder of a daemon that keeps an audit log.
 
-    Args:
-        is_required: Whether a grant is reported only when its record is durable.
-        last: The last records of the log. They show which ends are missing: an earlier daemon may have been killed
-            after it wrote an end to its journal and before it wrote the same end to the log, or the other way round.
+    Args: is_required: Whether a grant is reported only when its record is durable. last: The last records of the log.
+    An earlier daemon may have been killed when it had written the end of a lease to only one of journal and log. These
+    records show which ends the log lacks.
     """
 
     def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
@@ -108,7 +107,7 @@ class LogRecorder(FactRecorder):
         self._budgets = Budgets()
         self._note_budgets = Budgets(NOTE_BURST_BYTES, NOTE_BYTES_PER_S)
         self._notes_waiting = 0
-        # Records of grants that were not yet reported to their tenants, by lease.
+        # Tickets of the grants that were not yet reported to their tenants, by lease.
         self._tickets: dict[int, int] = {}
 
     @property
@@ -139,21 +138,21 @@ class LogRecorder(FactRecorder):
     def find_without_end_record(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
         """Return the leases whose ends are not in the log, oldest end first.
 
-        Records and tombstones are in chronological order, except those of earlier boots. So if the last records do not
-        name a lease at all, the lease's end is missing only if it came after them.
+        Within a boot, records and tombstones are in chronological order. So if the last records do not name a lease,
+        its end is missing only if it came after them.
         """
         lease_ids = []
         cut_us = self._last.cut_us
-        # Go from the newest end to the oldest. When an end is older than the log's last record, the log was complete at
-        # that time, so older leases that it does not name need no record.
+        # Go from the newest end to the oldest. At the time of its last record, the log was complete. So leases that
+        # ended earlier and are not in `last` need no record.
         for lease in reversed(tombstones):
             if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
                 cut_us = None
             kind = self._last.kinds.get(lease_text(lease.lease_id))
-            # If the records do not name the lease, perhaps no log was kept when it began.
+            # A lease that the records do not name may have begun when the daemon kept no log.
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
-            # The end is missing if the last record about the lease is not an end, or if there is none and the end came
-            # after the cut.
+            # The end is missing if the lease's last record is not an end. Without any record of the lease, it is
+            # missing if the lease began before the cut.
             if is_cut_off if kind is None else kind not in (RecordKind.END, RecordKind.FENCE):
                 lease_ids.append(lease)
         return lease_ids[::-1]
@@ -197,7 +196,8 @@ class LogRecorder(FactRecorder):
         """Write the queued records, and close the log. The lease table must cause no more records."""
         if self._writer is None:
             return
-        # The STOP record has the counts of omitted records, because no later record of a tenant can report them.
+        # Later records of a tenant would report how many records were omitted. There will be none, so STOP has the
+        # counts.
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
@@ -210,7 +210,8 @@ class LogRecorder(FactRecorder):
         # An earlier daemon recorded this end. This daemon only found it in the journal again.
         if kind is RecordKind.END and self._last.kinds.get(data["lease"]) is RecordKind.END:
             return
-        # Minor records are charged to the tenant's budget. The next record that fits reports how many were left out.
+        # A minor record is charged to the tenant's budget. The next one within the budget reports how many were
+        # omitted.
         if kind.is_minor:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
             if omitted is None:
@@ -218,7 +219,7 @@ class LogRecorder(FactRecorder):
             if omitted:
                 data = data | {"omitted": omitted}
         ticket = self._writer.put(kind, data, now_ns)
-        # Keep the ticket for `answer`, which follows as the grant's effect. A lease that ends first needs no ticket.
+        # Keep the ticket for `answer`, which is called when the grant's effect is executed.
         if kind is RecordKind.GRANT and self._is_required:
             self._tickets[int(data["lease"], 16)] = ticket
         elif self._tickets and kind in ENDS:
@@ -227,7 +228,7 @@ class LogRecorder(FactRecorder):
     # --- notes ---
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
-        # Only canonical values are recorded. The note's bytes come from the tenant, so check everything about them.
+        # The note's bytes come from the tenant, so check that they are canonical.
         try:
             value = value_of(note, NOTE_DEPTH)
         except NotCanonical as error:
@@ -297,42 +298,39 @@ class LogRecorder(FactRecorder):
 
 
 BURST_RECORDS: Final = 600
-"""Maximum number of minor records of one tenant at once before any is omitted, more than an honest tenant causes in
-minutes."""
+"""Number of minor records that a tenant may cause in a burst. Normal use causes fewer in minutes."""
 
 RECORDS_PER_S: Final = 1
-"""Maximum number of minor records of one tenant per second after that: 30 MB a day for a tenant that is only denied."""
+"""Number of minor records per second that a tenant may cause after the burst. For denials, this is 30 MB a day."""
 
 NOTE_BYTES_PER_S: Final = 1 << 20
-"""Maximum number of bytes of one tenant's notes per second, for example 500 notes of 1.5 KB, so that a tenant can't
-fill the disk in minutes."""
+"""Maximum number of bytes of one tenant's notes per second, for example 500 notes of 1.5 KB each. Without a limit, a
+tenant could fill the disk in minutes."""
 
 NOTE_BURST_BYTES: Final = 8 << 20
-"""Maximum number of bytes of one tenant's notes in a burst, for example notes that a server kept while the daemon was
-not running.
+"""Maximum number of bytes of one tenant's notes in a burst. A server sends a burst of notes if the daemon was not
+running.
 """
 
 NOTE_FRAME_BYTES: Final = 512
-"""Number of bytes that count for each note in addition to its own, for the record around it. So the number of small
-notes is limited, too."""
+"""Number of bytes by which each note counts more than its own size, for the record around it."""
 
 NOTE_DEPTH: Final = 2
-"""Number of objects that contain the note in its record."""
+"""Number of objects around the note in its record."""
 
 MAX_NOTES_WAITING: Final = 4096
-"""Maximum number of notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for
-repeatable records."""
+"""Maximum number of notes of all tenants that wait for the disk. They take 16 MiB, and a quarter of the queue's room
+for minor records."""
 
 MAX_TENANTS: Final = 4096
-"""Maximum number of tenants with separate budgets, more than a host has users. All other tenants share one budget."""
+"""Maximum number of tenants with separate budgets, more than a host has users. The other tenants share one budget."""
 
 
 class Budgets:
     """A budget for each tenant.
 
-    Args:
-        burst: The amount that a tenant may spend at once; None for BURST_RECORDS.
-        per_s: The amount that it regains per second.
+    Args: burst: The amount that a tenant may spend at once; None for BURST_RECORDS. per_s: The amount by which a budget
+    grows per second, up to `burst`.
     """
 
     def __init__(self, burst: int | None = None, per_s: int = RECORDS_PER_S) -> None:
@@ -343,10 +341,10 @@ class Budgets:
     def spend(self, tenant: str, now_ns: int, cost: int = 1) -> int | None:
         """Take a record's cost from a tenant's budget.
 
-        Returns how many records were omitted since the last one, or None if this one must be omitted, too.
+        Returns how many records were omitted since the last one that was not, or None if this one must be omitted too.
         """
         budget = self._budgets.get(tenant)
-        # Tenants beyond MAX_TENANTS share the budget of the name "".
+        # Tenants beyond MAX_TENANTS share one budget, under the name "".
         if budget is None:
             if len(self._budgets) >= MAX_TENANTS:
                 tenant = ""

@@ -1,7 +1,4 @@
-"""Audit records: canonical bytes (the subset of RFC 8785, JCS, in the package's docstring), lines, chain and head.
-
-Each line contains the SHA-256 of the previous line.
-"""
+"""Reads and writes the audit log's canonical values, records and head. The package's docstring describes the format."""
 
 import hashlib
 import json
@@ -17,7 +14,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable, shortened
 
 MAX_INTEGER: Final = 2**53 - 1
-"""The largest integer (RFC 8785, section 3.2.2.3): readers that store numbers as doubles would change a larger one."""
+"""The largest integer (RFC 8785, section 3.2.2.3). Readers that store numbers as doubles would change a larger one."""
 
 MAX_DEPTH: Final = 8
 """Maximum nesting of objects and arrays, so that a forged record can't exhaust its reader's stack."""
@@ -31,7 +28,7 @@ class NotCanonical(ValueError):
 
 
 def canonical_bytes(value: Any, depth: int = 0) -> bytes:
-    """Encode a value, with `depth` objects around it. Equal values have equal bytes. Raises NotCanonical."""
+    """Encode a value that has `depth` objects around it. Equal values have equal bytes. Raises NotCanonical."""
     _check(value, MAX_DEPTH - depth)
     try:
         return _encode(value)
@@ -40,9 +37,9 @@ def canonical_bytes(value: Any, depth: int = 0) -> bytes:
 
 
 def value_of(data: bytes, depth: int = 0) -> Any:
-    """Decode canonical bytes, with `depth` objects around them. Raises NotCanonical for others, even valid JSON."""
+    """Decode canonical bytes of a value with `depth` objects around it. Raises NotCanonical for other bytes."""
     try:
-        # Parse any JSON without floats, then encode it again. Only canonical bytes survive this unchanged.
+        # Parse any JSON without floats, then encode it again. The result differs if the bytes were not canonical.
         value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
         raise NotCanonical(f"it is not JSON: {error}" if not isinstance(error, NotCanonical) else str(error)) from None
@@ -56,10 +53,11 @@ def _no_float(text: str) -> Any:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raise NotCanonical for a value without canonical form. A call for each scalar would take twice as long."""
+    """Raise NotCanonical for a value without canonical form."""
     kind = type(value)
     if kind is dict:
-        # Records of one kind have the same keys, so most keys were checked before. A tenant's note may have any keys.
+        # Records of one kind have the same keys, so the results of checks are cached. A tenant's note may have any
+        # keys.
         if len(value) <= MAX_CHECKED_KEYS:
             _check_keys(tuple(value))
         else:
@@ -69,7 +67,7 @@ def _check(value: Any, depth: int) -> None:
     elif kind in (list, tuple):
         items = value
     else:
-        # Check a scalar at the top as the only item of a list that does not count.
+        # Handle a scalar at the top as if it were in a list, without counting the list's depth.
         items, depth = (value,), depth + 1
     if depth == 0:
         raise NotCanonical(f"objects and arrays are more than {MAX_DEPTH} deep")
@@ -87,7 +85,7 @@ def _check(value: Any, depth: int) -> None:
 
 
 MAX_CHECKED_KEYS: Final = 32
-"""Maximum number of an object's keys that are checked and remembered together."""
+"""Maximum number of an object's keys for which the result of the check is cached."""
 
 
 @lru_cache(maxsize=256)
@@ -106,14 +104,16 @@ FORMAT: Final = 1
 """The format's number, in every `start` record."""
 
 MAX_RECORD_BYTES: Final = 32 << 10
-"""Maximum number of bytes of one line, which bounds the memory that a forged log takes. A record has a few hundred."""
+"""Maximum number of bytes of one line, so that a reader of a forged log needs little memory. A record normally has a
+few hundred bytes.
+"""
 
 MAX_TEXT_CHARS: Final = 512
 """Maximum number of characters of a text from a tenant, a kernel or a driver, so that it can't fill a record."""
 
 HEAD_BYTES: Final = 256
-"""The size of the head's file: less than a sector, and one write in place. A crash leaves the old head or the new
-one."""
+"""The size of the head's file. It is written with one write of less than a sector, so a crash leaves the old head or
+the new one."""
 
 NO_HASH: Final = "0" * 64
 
@@ -124,7 +124,7 @@ _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
 
 
 class LeaseStage(IntEnum):
-    """The members of its lease that a record shows. A lease never returns to an earlier stage."""
+    """How far a lease's life has got at a record. A lease never returns to an earlier stage."""
 
     LIVE = 0
     FENCED = 1
@@ -134,9 +134,8 @@ class LeaseStage(IntEnum):
 class RecordKind(StrEnum):
     """The kinds of records.
 
-    Attributes:
-        is_minor: Whether a tenant can cause as many such records as it likes. They are bounded, and dropped first.
-        stage: The stage of the lease after the record; None if the record does not show it.
+    Attributes: is_minor: Whether a tenant can cause any number of such records. They are limited for each tenant, and
+    dropped first. stage: The stage of the lease after the record; None if the record does not show it.
     """
 
     is_minor: bool
@@ -195,7 +194,7 @@ class NotAHead(ValueError):
 
 
 class Draft(NamedTuple):
-    """A record before it has its place in the chain. `wall_us` counts from 1970."""
+    """A record before it has a sequence number. `wall_us` counts from 1970."""
 
     kind: RecordKind
     data: dict[str, Any]
@@ -225,7 +224,7 @@ class ChainEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head, kept apart from the log: the log's end, and the last time when its daemon was known to live."""
+    """The head: the log's end, and the last monotonic time at which the daemon was known to run."""
 
     end: ChainEnd
     boot: str
@@ -240,11 +239,11 @@ def hash_of(line: bytes) -> str:
 def seal(draft: Draft, after: ChainEnd, boot: str) -> tuple[bytes, ChainEnd]:
     """Return a record's line, without its newline, and the chain's new end.
 
-    A draft that can't be a record (a bug in the daemon) becomes a record that reports this, so that none is lost
-    unnoticed.
+    If a bug in the daemon made a draft that can't be a record, the line is a record of the same kind with the problem
+    as its particulars.
     """
     try:
-        # Try the record as it is. A second line, with the problem instead of the particulars, always fits.
+        # Try the record as it is. If it does not fit, a second line has the problem instead of the particulars.
         line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
         problem = "" if len(line) <= MAX_RECORD_BYTES else f"it has {len(line)} bytes"
     except NotCanonical as error:
@@ -255,7 +254,7 @@ def seal(draft: Draft, after: ChainEnd, boot: str) -> tuple[bytes, ChainEnd]:
 
 
 def _line(draft: Draft, data: bytes, after: ChainEnd, boot: str) -> bytes:
-    """Write the members in canonical form, so in the order of their names. Only `data` may need escaping."""
+    """Write the members in canonical form, sorted by name. Only `data` may need escapes."""
     return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
         utc_bytes(draft.wall_us),
         boot.encode(),
@@ -269,7 +268,7 @@ def _line(draft: Draft, data: bytes, after: ChainEnd, boot: str) -> bytes:
 
 def read_record(line: bytes) -> AuditRecord:
     """Read a line without its newline. Raises NotARecord."""
-    # From the cheapest check to the strictest: size, JSON, members, types, forms.
+    # The cheapest checks come first: size, JSON, members, types, forms.
     if len(line) > MAX_RECORD_BYTES:
         raise NotARecord(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
@@ -296,7 +295,7 @@ def head_bytes(head: Head) -> bytes:
 
 
 def read_head(data: bytes) -> Head:
-    # Every head has this size, so a longer or shorter file was not written here.
+    # Every head has this size.
     if len(data) != HEAD_BYTES or not data.endswith(b"\n"):
         raise NotAHead(f"it is not {HEAD_BYTES} bytes that end with a newline")
     try:
@@ -313,7 +312,7 @@ def read_head(data: bytes) -> Head:
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Cut a foreign text, and replace characters that move a terminal's cursor or change the text's direction."""
+    """Shorten a text, and replace characters that move a terminal's cursor or change the text's direction."""
     return printable(shortened(text, most_chars), instead="\N{REPLACEMENT CHARACTER}")
 
 

@@ -1,30 +1,29 @@
-"""Sums lease seconds, byte seconds and GPU seconds of every tenant from the records of a log alone.
+"""Sums up every tenant's lease seconds, byte seconds and GPU seconds from the records of a log.
 
 The rules:
 
-- A lease counts from its grant to the moment at which its work was refused, for whatever cause. The time until its
-  memory was proved free, and a fence, are charged to the node. Its byte seconds are its bytes times that time.
-- A region's bytes belong to its lease: no record with a `parent` counts.
-- A lease that was resized (`resize`) counts with each size for as long as it had it.
-- A parked lease has no bytes: from its `park` until its `return` was ordered (`took_us` before the record), it counts
-  lease seconds alone. Its card is then at others' disposal. If records of returns were dropped (`gap`), it counts from
+- A lease counts from its grant until its work is refused, for whatever cause. The time after that, until its memory is
+  proved free or while it is fenced, is not counted. Byte seconds are the lease's bytes times the counted time.
+- A region's bytes belong to its lease, so records with a `parent` are skipped.
+- A lease that was resized (`resize`) counts with each size for the time that it had this size.
+- A parked lease has no bytes on its card. From its `park` until its return was ordered (`took_us` before the `return`
+  record), only its lease seconds count. If records of returns were dropped (`gap`), its bytes count again from
   `data.since_us` on.
-- A lease that was moved (`move`) counts on each card for as long as it had it.
-- Renewals change nothing: the sum counts time that a tenant had, not time that it was promised.
-- A daemon's leases end with it, unless the next one adopts them (`adopt`): adopted leases continue. If the daemon
-  stopped, they ended at its `stop` record. If it died, the next `start` record has the last time at which it was known
-  to live (`data.previous.alive_us`, at most a second before its end if the host kept running). Without that, or on
-  another boot, they count to their last record.
-- If records of ends were dropped (`gap`), a lease without a later record counts until the first was dropped
+- A lease that was moved (`move`) counts on each card for the time that it was there.
+- Renewals change nothing, because only time that has passed counts.
+- Leases end with their daemon, unless the next daemon adopts them (`adopt`). If the daemon stopped, they end at its
+  `stop` record. If it was killed, they end at the last time at which it was known to run, at most a second before its
+  end: `data.previous.alive_us` of the next `start` record. Without that time, or on another boot, they count to their
+  last record.
+- If records of ends were dropped (`gap`), a lease without a later record counts until the first of them was dropped
   (`data.since_us`).
-- Open leases count to the last record, or to the head's `alive_us` if that is given.
-- Records state the GPU time of a lease so far (`gpu_us` of `use`, `move`, `end` and `fence`). Each record counts the
-  amount by which it exceeds all earlier records of the lease. The GPU time that a `move` adds was used on the card that
-  the lease left.
+- Leases without an end count to the last record of the log, or to the head's `alive_us` if there is a head.
+- The records `use`, `move`, `end` and `fence` have the lease's GPU time so far (`gpu_us`). Each counts the amount by
+  which it exceeds the lease's earlier records. The amount of a `move` counts on the card that the lease left.
 
-Only the monotonic clock counts, and only differences inside one boot: the wall clock may step. It says only which day a
-time belongs to (UTC): by the wall clock of the lease's grant, and for GPU time, of the record. So GPU time of up to ten
-minutes before midnight counts on the day after.
+All durations are differences of the monotonic clock within one boot. The wall clock, which may step, only decides the
+day (UTC) on which time counts. For lease time this is the wall clock of the grant plus the time since then. For GPU
+time it is the wall clock of the record, so GPU time of up to ten minutes before midnight may count on the next day.
 """
 
 from collections.abc import Iterator
@@ -41,12 +40,8 @@ from gpulease.protocol.time_units import US_PER_S
 class Used:
     """The sums of one tenant.
 
-    Attributes:
-        leases: Number of leases that count.
-        lease_us: Microseconds, summed over leases.
-        byte_us: Bytes times microseconds.
-        open_leases: Number of the `leases` that no record ends.
-        gpu_us: Microseconds of GPU time.
+    Attributes: leases: Number of leases that count. lease_us: Microseconds, summed over leases. byte_us: Bytes times
+    microseconds. open_leases: Number of these leases that no record ends. gpu_us: Microseconds of GPU time.
     """
 
     leases: int = 0
@@ -77,18 +72,15 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 US_PER_DAY: Final = 86_400 * US_PER_S
 
 MAX_DAYS: Final = 3660
-"""Maximum number of days over which the time of one lease is spread, so that a forged record of thousands of years
-can't fill memory."""
+"""Maximum number of days over which the time of one lease is divided. A forged record may state thousands of years."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A lease that counts. The time before `part_us` is already in the sums.
+    """A lease that has not ended. Its time before `part_us` is already in the sums.
 
-    Attributes:
-        part_us: The time since which it has had this size on this card, or has been parked.
-        seen_us: The last time at which a record shows that it lived.
-        doubt_us: The time at which records of ends were dropped, if no record shows that it lived later.
+    Attributes: part_us: When its size, its card or its parked state last changed. seen_us: When the lease's last record
+    was written. doubt_us: When records of ends were dropped, if the lease has no later record; else None.
     """
 
     tenant: str
@@ -104,7 +96,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Left:
-    """A lease of a dead daemon. Unless a later daemon of the same boot adopts it, it counts to `end_us`."""
+    """A lease of a daemon that has ended. It counts to `end_us`, unless a later daemon of the same boot adopts it."""
 
     opened: _Open
     end_us: int
@@ -114,9 +106,8 @@ class _Left:
 class UsageSum:
     """Takes records, oldest first. Invalid records are skipped, because `verify` reports them.
 
-    Attributes:
-        tenants: The sums, by tenant. They include open leases when `finish` was called.
-        days: The sums by day, tenant and card, likewise.
+    Attributes: tenants: The sums, by tenant. They include leases without an end once `finish` was called. days: The
+    sums by day, tenant and card, likewise.
     """
 
     tenants: dict[str, Used] = field(default_factory=dict)
@@ -128,23 +119,23 @@ class UsageSum:
     _last_us: dict[str, int] = field(default_factory=dict)
 
     def take(self, record: AuditRecord) -> None:
-        # For each boot, the last time at which a record shows that its daemon lived.
+        # Keep the time of the boot's latest record. The daemon ran at least until then.
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == RecordKind.START:
             self._on_start(record.data.get("previous"), record.boot)
-        # Remember only the present boot, because no lease of an earlier boot continues.
+        # Forget other boots, because no lease of an earlier boot continues.
         self._last_us = {record.boot: last_us}
         if record.kind == RecordKind.GAP:
             self._on_gap(record)
         elif record.kind == RecordKind.STOP:
             self._leave_all(record.boot, record.mono_us)
-        # A STOP or GAP names no lease. Any other record about a lease is evidence that it was alive.
+        # All other records that concern a lease name it.
         lease = record.data.get("lease")
         if isinstance(lease, str):
             self._on_lease(lease, record)
 
     def finish(self, head: Head | None = None) -> dict[str, Used]:
-        """Count the open leases to the end of the log, or to the head's `alive_us`, and return all sums."""
+        """Count leases without an end to the log's end, or to the head's `alive_us`, and return all sums."""
         for opened in self._open.values():
             self._used(opened.tenant).open_leases += 1
         self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us)
@@ -166,7 +157,7 @@ class UsageSum:
             self._open[lease] = _opened(record, record.mono_us)
         elif record.kind == RecordKind.ADOPT:
             self._adopt(lease, record)
-        # The lease stops counting here. Its END follows, and must not count it a second time.
+        # The lease stops counting here. Its END record, which follows, must not count it again.
         elif record.kind == RecordKind.OVER:
             self._close_by(lease, record)
             self._ending.add(lease)
@@ -174,7 +165,7 @@ class UsageSum:
             if lease not in self._ending:
                 self._close_by(lease, record)
             self._ending.discard(lease)
-        # Any other record about an open lease proves that it was alive then.
+        # Any other record shows that the lease had not ended.
         elif (opened := self._open.get(lease)) is not None and opened.boot == record.boot:
             opened.seen_us = max(opened.seen_us, record.mono_us)
             self._follow(opened, record)
@@ -182,7 +173,7 @@ class UsageSum:
                 opened.doubt_us = None
 
     def _follow(self, opened: _Open, record: AuditRecord) -> None:
-        """Apply a record's changes to a lease that continues: its size, its card, and whether it is parked."""
+        """Apply a record's change of a lease's size, card or parked state."""
         match record.kind:
             case RecordKind.RESIZE:
                 self._count_part(opened, record.mono_us)
@@ -191,8 +182,7 @@ class UsageSum:
                 self._count_part(opened, record.mono_us)
                 opened.is_parked = True
             case RecordKind.RETURN:
-                # The lease's bytes were charged when the return was ordered. Both records name the card of a lease that
-                # moved.
+                # The lease has had its bytes again since the return was ordered, on the card that the record names.
                 self._count_part(opened, record.mono_us - _count(record.data, "took_us"))
                 opened.is_parked, opened.card = False, _text(record.data, "card")
             case RecordKind.MOVE:
@@ -200,31 +190,31 @@ class UsageSum:
                 opened.card = _text(record.data, "card")
 
     def _close_by(self, lease: str, record: AuditRecord) -> None:
-        """End a lease by a record that reports it. If the log lacks its grant, that record is sufficient."""
+        """End a lease by a record of its end, which is sufficient even if the log lacks the grant."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
-        # This daemon did not adopt the lease, so it ended with the daemon that had it.
+        # This daemon did not adopt the lease, so the lease ended with its own daemon.
         if (left_record := self._left.pop(lease, None)) is not None:
             self._count(left_record.opened, left_record.end_us)
             return
         opened = self._open.pop(lease, None)
-        # The grant's record was dropped or pruned, but the end has everything that is needed.
+        # The grant's record was dropped or removed. The end's record has the time of the grant.
         if opened is None and _count(data, "granted_us"):
             opened = _opened(record, _count(data, "granted_us"))
         if opened is not None:
             self._count(opened, over_us if opened.boot == record.boot else opened.seen_us)
 
     def _on_start(self, previous: Any, boot: str) -> None:
-        # Step 1: the earlier daemon's leases end at the last moment at which it was known to live.
+        # Step 1: end the earlier daemon's leases at the last time at which it was known to run.
         states: dict[str, Any] = previous if isinstance(previous, dict) else {}
         self._leave_all(_text(states, "boot"), _count(states, "alive_us"))
-        # Step 2: leases of another boot can't be adopted, so their sums are final.
+        # Step 2: count leases of another boot, which can't be adopted.
         self._count_left(boot)
         self._ending.clear()
 
     def _adopt(self, lease: str, record: AuditRecord) -> None:
-        """Let a lease continue. If the log lacks its grant, it counts from here."""
-        # A lease that is adopted within the same boot never stopped, and counts from its grant on.
+        """Continue a lease that a daemon adopts. If the log lacks its grant, it counts from this record on."""
+        # Within one boot, the lease was never interrupted, so the time between the two daemons counts.
         left_record = self._left.get(lease)
         if left_record is not None and left_record.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened
@@ -241,24 +231,23 @@ class UsageSum:
         for opened in self._open.values():
             if opened.boot != record.boot:
                 continue
-            # The record of the return may have been dropped, and a tenant must not save bytes by a flood of records.
+            # The dropped records may include this lease's return. Its bytes count from here on, so that no tenant saves
+            # byte seconds by flooding the log.
             if RecordKind.RETURN in dropped and opened.is_parked:
                 self._count_part(opened, since_us)
                 opened.is_parked = False
-            # The record of the lease's end may be among the dropped ones. A later record about the lease clears the
-            # doubt.
+            # The dropped records may include this lease's end, unless a later record of the lease follows.
             if opened.doubt_us is None and dropped.keys() & ENDS:
                 opened.doubt_us = since_us
 
     # --- sums ---
 
     def _leave_all(self, boot: str, until_us: int) -> None:
-        """Handle the end of a daemon: open leases end with it, unless they are adopted."""
+        """Handle the end of a daemon: its leases end, unless the next daemon adopts them."""
         for lease, opened in self._open.items():
-            # The latest time at which the lease or its daemon is known to have lived.
+            # The latest time at which the lease or its daemon is known to have existed.
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
-            # The record of its end may have been dropped in a gap: the lease counts to the gap, or to its own next
-            # record.
+            # The lease's end may have been dropped. Then the lease counts to the gap, or to its own latest record.
             if opened.doubt_us is not None:
                 end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
             if (earlier := self._left.pop(lease, None)) is not None:
@@ -267,7 +256,7 @@ class UsageSum:
         self._open.clear()
 
     def _count_left(self, boot: str = "") -> None:
-        """Count leases that no daemon of this boot can adopt."""
+        """Add leases that no daemon of this boot can adopt to the sums."""
         for lease, left_record in list(self._left.items()):
             if left_record.opened.boot != boot:
                 self._count(left_record.opened, left_record.end_us)
@@ -278,7 +267,7 @@ class UsageSum:
         self._count_part(opened, until_us)
 
     def _count_part(self, opened: _Open, until_us: int) -> None:
-        """Count a lease from its last change to `until_us`, unless the clock went back."""
+        """Add a lease's time from its last change to `until_us` to the sums, unless `until_us` is earlier."""
         used, from_us = self._used(opened.tenant), opened.part_us
         size_bytes = 0 if opened.is_parked else opened.size_bytes
         opened.part_us = until_us = max(until_us, from_us)
@@ -290,9 +279,9 @@ class UsageSum:
             of_day.byte_us += span_us * size_bytes
 
     def _add_gpu(self, lease: str, record: AuditRecord) -> None:
-        """Count the GPU time that a lease has used since the last record that states it."""
+        """Add the GPU time since the lease's last record that states it to the sums."""
         data = record.data
-        # Never let this decrease, or a difference would count twice.
+        # Keep the highest value, so that no difference counts twice.
         before_us = self._gpu_us.get(lease, 0)
         self._gpu_us[lease] = so_far_us = max(before_us, _count(data, "gpu_us"))
         tenant, card = _text(data, "tenant"), _text(data, "from_card" if record.kind == RecordKind.MOVE else "card")
@@ -320,16 +309,16 @@ def _opened(record: AuditRecord, since_us: int) -> _Open:
 
 
 def _wall_us(record: AuditRecord) -> int:
-    """Return a record's wall clock, in microseconds since 1970."""
+    """Return a record's time by the wall clock, in microseconds since 1970; 0 for an impossible date."""
     try:
         return (datetime.fromisoformat(record.at) - _EPOCH) // timedelta(microseconds=1)
     except ValueError:
-        # The date's form was checked, but a forged date may be the 30th of February.
+        # A forged record may have the 30th of February.
         return 0
 
 
 def _by_day(from_us: int, until_us: int) -> Iterator[tuple[str, int]]:
-    """Yield each day that a time on the wall clock touches, and the part of the time that is in it."""
+    """Divide a time on the wall clock by days. Yields each day and its part of the time in microseconds."""
     for _ in range(MAX_DAYS):
         number = from_us // US_PER_DAY
         end_us = min(until_us, (number + 1) * US_PER_DAY)

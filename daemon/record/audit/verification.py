@@ -1,8 +1,8 @@
-"""Verifies that a log is unchanged since it was written. It takes lines, and returns findings. No I/O.
+"""Verifies that a log is unchanged since it was written. Takes lines, and returns findings.
 
-The verifier finds every edited, inserted, removed, repeated or moved record; an end that was cut off, as far as the
-head shows; and first records that were not removed by the daemon. It can't detect that a log was rewritten, from some
-record on, together with its head. Keep heads where the log's writer can't reach them.
+The verifier finds every edited, inserted, removed, repeated or moved record. It finds missing records at the end if the
+head names a later record, and missing first records unless the daemon removed them. It can't detect that a log was
+rewritten from some record on, together with its head. Keep heads where the log's writer can't reach them.
 """
 
 import hashlib
@@ -22,19 +22,17 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_FINDINGS: Final = 100
-"""Maximum number of findings that are listed; more are only counted. A file that is not a log at all has one per
-line."""
+"""Maximum number of findings that are listed. Further ones are counted. A file that is not a log has one for each line.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A problem that was found in a log.
 
-    Attributes:
-        file: The file; "" if the problem is in none.
-        offset_bytes: The offset of the line.
-        seq: The sequence number of the record there, or of the record that should be there; 0 if unknown.
-        problem: The problem, as a sentence.
+    Attributes: file: The file; "" if the problem is not in a file. offset_bytes: The offset of the line. seq: The
+    sequence number of the record there, or of the record that should be there; 0 if unknown. problem: The problem, as a
+    sentence.
     """
 
     file: str
@@ -51,13 +49,9 @@ class Finding:
 class Verdict:
     """The result of a verification.
 
-    Attributes:
-        findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact.
-        omitted: Number of problems that are not listed.
-        notes: Facts worth knowing that are not problems.
-        unreadable: Number of places with bytes that are not a record and that no record describes.
-        records: Number of records.
-        end: The last record.
+    Attributes: findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact. omitted: Number of problems that
+    are not listed. notes: Facts for the reader that are not problems. unreadable: Number of places with bytes that are
+    neither a record nor described by one. records: Number of records. end: The last record.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -74,7 +68,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _TornBytes:
-    """Bytes that are not a record: a crash may have left them."""
+    """Bytes that are not a record, such as a crash leaves."""
 
     file: str
     offset_bytes: int
@@ -111,7 +105,7 @@ class Verifier:
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> AuditRecord | None:
         """Check one line, with its newline if it has one. Returns its record, or None if it is not a record."""
-        # Step 1: is this a record at all? Collect other bytes, because the next record may describe them.
+        # Step 1: read the record. Collect bytes that are not a record, because the next record may describe them.
         try:
             if not line.endswith(b"\n"):
                 raise NotARecord("it has no newline: it was truncated, or is being written")
@@ -119,31 +113,28 @@ class Verifier:
         except NotARecord as error:
             self._collect_torn_bytes(file, offset_bytes, line, str(error))
             return None
-        # Step 2: check what the record says about the bytes before it, and its position in the chain.
+        # Step 2: check the record's description of the bytes before it, and its place in the chain.
         self._check_torn_bytes(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
-        # Step 3: records that change what later checks expect.
+        # Step 3: note removed files and torn bytes for later checks.
         if record.kind == RecordKind.PRUNE:
             last, last_hash = record.data.get("last"), record.data.get("hash")
             if isinstance(last, int) and isinstance(last_hash, str):
                 self._removed.add(ChainEnd(last, last_hash))
         if record.kind == RecordKind.START and record.data.get("format") != FORMAT:
             self._find(file, offset_bytes, record.seq, f"its format must be {FORMAT}")
-        # Step 4: the chain continues after this record even if it was wrong, so that one fault is reported once.
+        # Step 4: continue the chain after this record, even if it was wrong, so that one fault is reported once.
         self.verdict.end = ChainEnd(record.seq, hash_of(line[:-1]))
         self.verdict.records += 1
         self._check_head(file, offset_bytes)
         return record
 
     def finish(self) -> Verdict:
-        """Check what only the end of the log shows, and return the verdict.
-
-        Call it once, after the last line.
-        """
+        """Make the checks that need the whole log, and return the verdict. Call this once, after the last line."""
         verdict = self.verdict
-        # A piece of a line at the very end has no record after it that could describe it.
+        # No record describes a piece of a line at the log's end.
         self._check_torn_bytes(None, "", 0)
-        # Without a `prune` record, the first records must not be missing.
+        # First records may be missing only if a `prune` record describes their removal.
         if self._before is not None and self._before.seq and self._before not in self._removed:
             self._find(
                 "",
@@ -151,7 +142,7 @@ class Verifier:
                 0,
                 f"it begins with record {self._before.seq + 1}, and no record reports the removal of earlier ones",
             )
-        # Compare with the head: a shorter log was cut, while a longer log is normal for a live daemon.
+        # Compare with the head. A shorter log was cut. A longer log is normal while a daemon writes.
         if not self._is_head_reached and self._head is not None:
             if verdict.end.seq < self._head.seq:
                 self._find(
@@ -171,13 +162,13 @@ class Verifier:
 
     def _check_place(self, record: AuditRecord, file: str, offset_bytes: int) -> None:
         end, seq = self.verdict.end, record.seq
-        # This is the first remaining record. `finish` decides whether its predecessor was removed or never existed.
+        # This is the first record of the files. `finish` checks whether the daemon removed the records before it.
         if not self.verdict.records:
             self._before = ChainEnd(seq - 1, record.prev)
             if seq == 1 and record.prev != ChainEnd().hash:
                 self._find(file, offset_bytes, seq, "the first record refers to an earlier one")
             return
-        # Three faults that exclude each other: a gap, a step back, or the right number with the wrong hash.
+        # There are three possible faults: a number that is too high, one that is too low, or a wrong hash.
         if seq > end.seq + 1:
             self._find(file, offset_bytes, seq, f"records {end.seq + 1} to {seq - 1} are missing before it")
         elif seq <= end.seq:
@@ -189,7 +180,7 @@ class Verifier:
 
     def _check_head(self, file: str, offset_bytes: int) -> None:
         head, end = self._head, self.verdict.end
-        # The head's record is checked when it is reached, because a longer log is legal.
+        # Compare with the head's record here, because the log may continue after it.
         if head is not None and not self._is_head_reached and end.seq == head.seq:
             self._is_head_reached = end.hash == head.hash
             if not self._is_head_reached:
@@ -200,8 +191,7 @@ class Verifier:
     # --- bytes that are not a record ---
 
     def _collect_torn_bytes(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
-        # A record describes only bytes of its own file, so no record can describe the bytes at the end of the previous
-        # file.
+        # A record can describe only bytes of its own file. So bytes at the end of the previous file are a finding.
         if self._torn_bytes is not None and self._torn_bytes.file != file:
             self._check_torn_bytes(None, "", 0)
         if self._torn_bytes is None:
@@ -210,7 +200,7 @@ class Verifier:
 
     def _check_torn_bytes(self, record: AuditRecord | None, file: str, offset_bytes: int) -> None:
         """Report bytes that are not a record, unless the record after them describes them."""
-        # A record's `torn` and the bytes before it belong together. Each without the other is a finding.
+        # A `torn` member without such bytes, or such bytes without a `torn` member, is a finding.
         torn_bytes, self._torn_bytes = self._torn_bytes, None
         torn = None if record is None else record.data.get("torn")
         if torn_bytes is None:
@@ -225,7 +215,7 @@ class Verifier:
             )
             return
         if record is None and not torn_bytes.newline and self._is_head_reached:
-            # Nothing durable is lost, and the next start of the daemon will describe these bytes.
+            # The log ends with these bytes. No durable record is lost, and the daemon's next start will describe them.
             self.verdict.notes.append(
                 f"{torn_bytes.file}, byte {torn_bytes.offset_bytes}: it ends in the middle of a line"
             )

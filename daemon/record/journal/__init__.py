@@ -1,7 +1,8 @@
-"""The journal: leases, fences, revoked ids, spent tokens and a drain, in one SQLite file that survives the broker.
+"""The journal: leases, fences, revoked ids, spent tokens and drains, in an SQLite file for the next daemon.
 
-`on_event` records every event before its effects are executed. `answer` holds every outcome until all records of its
-causes are on the disk. `Journal` serves a daemon that keeps none; `FileJournal` is the real journal.
+`on_event` records every event before its effects are executed. `answer` holds every outcome until all events before it
+are on the disk. `FileJournal` is the journal. Its base, `Journal`, is used by a daemon without one, and records
+nothing.
 """
 
 from gpulease.daemon.record.journal.database import JournalBroken

@@ -1,19 +1,20 @@
-"""The journal's files: an SQLite database, its head, and the folder that one daemon locks.
+"""The journal's files: an SQLite database and its head, in a folder that one daemon locks.
 
-The database has one connection. The daemon reads and checks all of it once, at its start, and then only writes.
+The daemon reads and checks the whole database at its start, and afterwards only writes to it. These rules make a commit
+durable and a loss visible:
 
-1. SQLite writes its log ahead (WAL) and syncs it at each commit (`synchronous=FULL`): a commit that returned is on the
-   disk (sqlite.org/pragma.html). The code reads every pragma back, because SQLite ignores pragmas that it does not
-   know.
-2. No other process may open the database (`locking_mode=EXCLUSIVE`), so the log's index is never a file.
-3. Commits must be where the next daemon reads: if a file was moved or removed, a commit fails.
-4. Each commit writes its number and the sum of all rows' digests. If either does not match, nothing is read from the
-   database.
+1. SQLite writes changes to its log first (WAL), and syncs the log at each commit (`synchronous=FULL`). So a commit that
+   has returned is on the disk (sqlite.org/pragma.html). The code reads every pragma back, because SQLite ignores
+   pragmas that it does not know.
+2. No other process may open the database (`locking_mode=EXCLUSIVE`). So SQLite keeps the log's index in memory and not
+   in a file.
+3. If one of the files was moved or removed, a commit fails, because the next daemon could not read it.
+4. Each commit writes its number and the sum of all rows' digests. If either is wrong at the start, the daemon does not
+   use the database.
 
-The head is a small file next to the database that holds the number of commits. SQLite reads its log up to the first
-frame with a wrong checksum, as if there had never been more: the head reveals that loss. The daemon writes the head
-after each commit and never syncs it. After the daemon was killed, the head is exact; after a crash of the host, it may
-be older. It is never ahead of the rows.
+The head is a small file with the number of commits. SQLite reads its log up to the first frame with a wrong checksum,
+and ignores the rest. A number of commits below the head's reveals such a loss. The daemon writes the head after each
+commit and never syncs it. So after a crash of the host, the head may be too low; it is never too high.
 """
 
 import contextlib
@@ -44,11 +45,11 @@ _START_NEWER: Final = f"Start that version, {_OR_MOVE_ASIDE}"
 
 
 class JournalBroken(CannotStart):
-    """The journal can't be used. The hint contains advice, and states what is lost by following it."""
+    """The journal can't be used. The hint has advice, and says what following it loses."""
 
 
 def not_whole(path: object, reason: str) -> JournalBroken:
-    """Return the error for files that lack something that was written, or that contain anything else."""
+    """Return the error for files whose contents are not those that the daemon wrote."""
     return JournalBroken(f"the journal {path} is damaged: {reason}", MOVE_ASIDE, os.EX_DATAERR)
 
 
@@ -66,7 +67,7 @@ JOURNAL_NAME: Final = "journal.db"
 HEAD_NAME: Final = "journal.head"
 
 HEAD_BYTES: Final = 64
-"""The head's constant size, less than a sector: a crash leaves the old head or the new one."""
+"""The head's constant size. It is less than a sector, so a crash leaves the old head or the new one."""
 
 _MAKE_IT: Final = "Create it, or name another folder: the daemon creates only the last folder of a path."
 _MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -76,10 +77,10 @@ _HEAD: Final = re.compile(rb"commits (\d{1,20}) ([0-9a-f]{16}) *\n")
 
 
 def prepare(folder: Path) -> int:
-    """Make the folder if its parent exists, lock it, and return the lock's descriptor. Raises JournalBroken."""
+    """Create the folder if only its parent exists, and lock it. Returns the lock's descriptor. Raises JournalBroken."""
     try:
-        # Step 1: a folder that only the daemon's user can enter. Someone else's folder could replace files under the
-        # daemon.
+        # Step 1: create a folder that only the daemon's user can enter. In another user's folder, that user could
+        # replace files.
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=FOLDER_MODE)
         status = folder.lstat()
@@ -89,13 +90,13 @@ def prepare(folder: Path) -> int:
                 "Correct that, or let the daemon create one.",
                 os.EX_CONFIG,
             )
-        # Lock the folder itself: a file in it could be removed while the folder is in use. systemd-tmpfiles(8) leaves a
-        # locked folder alone.
+        # The folder itself is locked, because a lock file in it could be removed. systemd-tmpfiles(8) does not touch a
+        # locked folder.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise _unusable(folder, error) from None
     try:
-        # Step 2: lock it. The kernel releases the lock with the process, so a killed daemon never blocks the next one.
+        # Step 2: lock it. The kernel releases the lock when the process ends.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
@@ -111,7 +112,7 @@ def prepare(folder: Path) -> int:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
+    """Make the names of a folder's files durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -120,14 +121,12 @@ def sync(folder: Path) -> None:
 
 
 class HeadFile:
-    """The file with the number of the journal's commits, as far as the last daemon knew.
+    """The file with the number of the journal's commits.
 
     Attributes:
         commits: The number; None if the file does not exist.
 
-    Raises:
-        JournalBroken: The file is not as it was written.
-        OSError: It can't be read.
+    Raises: JournalBroken: The file's contents are not those that a daemon wrote. OSError: It can't be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +137,7 @@ class HeadFile:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return
-        # Read one byte more than the head has, to notice a longer file.
+        # Read one byte more than the head has, to detect a longer file.
         data = os.pread(self._fd, HEAD_BYTES + 1, 0)
         match = _HEAD.fullmatch(data)
         if match is None or len(data) != HEAD_BYTES or data != _head_bytes(int(match[1])):
@@ -148,8 +147,8 @@ class HeadFile:
 
     def make(self) -> None:
         """Make the file durable with 0 commits. Raises OSError."""
-        # First use a temporary name: a crash must not leave an empty head, which would count as a broken journal. The
-        # order is content, sync, rename, sync of the folder.
+        # Use a temporary name first, because a crash could leave an empty file, which would count as a broken journal.
+        # The order is: write, sync, rename, sync the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         new = self._path.with_name(f"{HEAD_NAME}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -163,7 +162,7 @@ class HeadFile:
 
     def write(self, commits: int) -> None:
         """Write the number of commits. Raises OSError."""
-        # Never synced: see the module's docstring. One write of less than a sector is not torn.
+        # The head is not synced (see the module's docstring). A write of less than a sector is complete or not done.
         os.pwrite(self._fd, _head_bytes(commits), 0)
         self.commits = commits
 
@@ -193,15 +192,15 @@ APPLICATION_ID: Final = 0x67704C4A
 """The number by which file(1) recognises the database ("gpLJ")."""
 
 VERSION: Final = 2
-"""The format of rows and tables. Rows of the first version are also rows of this version."""
+"""The version of the format of rows and tables. Rows of version 1 are valid in this version."""
 
 _FIRST_VERSION: Final = 1
 
 BUSY_TIMEOUT_S: Final = 1.0
-"""Time to wait for an operator who reads the database with another tool."""
+"""Maximum seconds to wait while an operator reads the database with another tool."""
 
 COPY_PREFIX: Final = "examined-"
-"""Beginning of the name of a folder with a copy of the database, which is checked before the database is opened."""
+"""First part of the name of the folder with the copy of the database that is checked."""
 
 _MODULUS: Final = 1 << 128
 _SCHEMA: Final = (
@@ -230,7 +229,7 @@ _OF_THE_DISK: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors that prove nothing about the contents (sqlite.org/rescode.html). A primary code is an error's low byte."""
+"""SQLite's primary error codes that say nothing about the database's contents (sqlite.org/rescode.html)."""
 
 Place = tuple[int, int] | None
 """A file's device and inode; None if the file does not exist."""
@@ -251,10 +250,8 @@ class _State:
 class Store:
     """An open journal. Used by one thread at a time.
 
-    Args:
-        folder: Its folder, which this process has locked.
-        boot: This boot of the host.
-        take: Called with the kind, key and value of every row, in order, before the rows as a whole are checked.
+    Args: folder: Its folder, which this process has locked. boot: This boot of the host. take: Called with the kind,
+    key and value of every row, in order. The sum of digests is checked after the last call.
 
     Attributes:
         last_boot: The boot of the host in which the journal was last written.
@@ -271,14 +268,14 @@ class Store:
         self._connection: sqlite3.Connection | None = None
         self._head: HeadFile | None = None
         self._places: tuple[Place, ...] | None = None
-        # Digests of rows that this connection has committed.
+        # Digests of rows that this connection has committed, so that they need not be read again.
         self._known = RowDigests()
         try:
-            # Read the head first, because without the number of commits the database can't be checked.
+            # Read the head first. Its number of commits is needed to check the database.
             self._head = HeadFile(folder)
             if self._is_new(self._head):
                 self._make(folder, self._head)
-            # Check a copy, because even opening the original can change it.
+            # Check a copy, because SQLite may change a database when it opens it.
             _examine(self._path, boot, self._head.commits or 0, take)
             self._connection = _connect(self._path)
             self._state = _state_in(self._connection, boot, self._head.commits or 0)
@@ -291,10 +288,9 @@ class Store:
         self.last_boot = self._state.boot
 
     def begin(self, changes: Iterable[Change]) -> None:
-        """Make the first commit, which also shows that the disk can be written. Raises JournalBroken."""
+        """Make the first commit, and so check that the disk can be written. Raises JournalBroken."""
         try:
-            # Rows of the first format are also rows of this format. From now on, an older daemon must not open the
-            # file.
+            # Set the version, so that a daemon that knows only version 1 does not open the file.
             if self._connection is not None:
                 self._connection.execute(f"PRAGMA user_version={VERSION}")
             self.apply(changes)
@@ -305,15 +301,16 @@ class Store:
     def apply(self, changes: Iterable[Change]) -> None:
         """Commit changes, all or none. They are durable when this returns.
 
-        Raises sqlite3.Error, OSError or ValueError. Then call again with the same changes, followed by later ones.
+        Raises sqlite3.Error, OSError or ValueError. After an error, the next call must have the same changes, and may
+        have later ones after them.
         """
         if self._head is None:
             raise OSError("the journal is closed")
-        # After a failure: connect again, and read whether the last commit is in the database.
+        # After a failure, connect again, and read whether the failed commit is in the database.
         if self._connection is None:
             self._connection = _connect(self._path)
             self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
-        # A commit into a file that was moved away would be lost for the next daemon.
+        # The next daemon would not find a commit in a file that was moved.
         if self._places not in (None, self._file_places()):
             raise OSError(
                 f"{self._path}, its log or its head was moved or deleted; put them back, or restart the daemon"
@@ -321,7 +318,7 @@ class Store:
         connection = self._connection
         state = _State(self._boot, self._state.commits + 1, self._state.total)
         try:
-            # The rows and the state that describes them are in one transaction: both are durable, or neither.
+            # One transaction writes the rows and the state that describes them.
             connection.execute("BEGIN IMMEDIATE")
             done = put(connection, changes, self._known)
             state.total = (state.total + done.sum_change) % _MODULUS
@@ -337,24 +334,24 @@ class Store:
             del self._known[row]
         # Write the head after the commit, never before it.
         self._head.write(state.commits)
-        # The first commit has created the log (WAL). From now on no file may change its place.
+        # The first commit has created the log (WAL). From now on, check that no file is moved.
         if self._places is None:
             self._places = self._file_places()
 
     def close(self) -> None:
-        """Close the files. SQLite then copies its log into the database, if it can."""
+        """Close the files. SQLite tries to copy its log into the database."""
         self._disconnect()
         if self._head is not None:
             self._head.close()
             self._head = None
 
     def _file_places(self) -> tuple[Place, ...]:
-        """Return which files are at the journal's paths."""
+        """Return the device and inode of the file at each of the journal's paths."""
         return tuple(_place(path) for path in self._files)
 
     def _is_new(self, head: HeadFile) -> bool:
-        # A head and a database belong together. The journal is new only if both are missing; a head with 0 commits
-        # alone is left by a start that was interrupted.
+        # The journal is new if both files are missing. It is also new if there is only a head with 0 commits, which an
+        # interrupted start leaves.
         exists = self._path.exists()
         if exists and head.commits is None:
             raise not_whole(self._path, f"its head, {HEAD_NAME}, is missing")
@@ -366,17 +363,16 @@ class Store:
         return not exists
 
     def _make(self, folder: Path, head: HeadFile) -> None:
-        # Make the head before the database: a crash between the two leaves a head with 0 commits and no database, which
-        # counts as new.
+        # Create the head before the database. After a crash in between, the journal counts as new.
         if head.commits is None:
             head.make()
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         sync(folder)
 
     def _disconnect(self) -> None:
-        # The next connection makes a new log, so the places are noted again after its first commit.
+        # The next connection creates a new log, so read the places again after its first commit.
         self._places = None
-        # The rows may be those before or after a commit that failed.
+        # It is not known whether the database has the rows from before or after a failed commit.
         self._known.clear()
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -435,15 +431,14 @@ def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
 
 
 def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _State:
-    """Read the state that the last commit wrote. Make the tables if there have never been any."""
+    """Read the state that the last commit wrote. Create the tables if the database is empty and has no commit."""
     ((application,),) = connection.execute("PRAGMA application_id")
     ((version,),) = connection.execute("PRAGMA user_version")
     tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
     # The database is empty and has no commit: the first start was interrupted before it made the tables.
     if not (application or version or tables or head_commits):
         return _make_tables(connection, boot)
-    # Check from the outside in: is it a journal, of a known format, with the right tables, an intact state and all
-    # commits?
+    # Check the application's number, the format, the tables, the state, and the number of commits, in this order.
     if application != APPLICATION_ID:
         raise ValueError("it is not a journal of gpulease, or parts of it are missing")
     if version > VERSION:
@@ -475,8 +470,7 @@ def _make_tables(connection: sqlite3.Connection, boot: str) -> _State:
 
 
 def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) -> None:
-    # There are two checks: SQLite's own, of the pages, and the sum of all rows' digests, which shows rows that were
-    # changed by hand.
+    # SQLite checks the pages. The sum of all rows' digests then reveals rows that another program changed.
     ((verdict,),) = connection.execute("PRAGMA quick_check(1)")
     if verdict != "ok":
         raise ValueError(f"SQLite finds it damaged: {verdict}")

@@ -1,9 +1,8 @@
-"""The broker's side of the journal: events in, changes of rows out, and outcomes held until they are on the disk.
+"""Records events of the lease table in the journal, and holds outcomes until the events before them are on the disk.
 
-`FileJournal` gets every event with its effects before any effect is executed. `JournalProjector` turns events into
-changes of rows, a `GroupCommitter` writes these, and `DurableReplies` holds outcomes until everything before them is
-durable. This module does not influence the lease table, with one exception: a grant that can't be recorded in time is
-revoked before its tenant receives it.
+`JournalProjector` turns events and their effects into changes of rows, a `GroupCommitter` writes the changes, and
+`DurableReplies` holds outcomes. A grant that can't be recorded in time is revoked before its tenant receives it. In no
+other case does the journal influence the lease table.
 """
 
 import asyncio
@@ -98,17 +97,14 @@ Changes = Sequence[Change]
 
 
 class Journal:
-    """The journal of a daemon that keeps none: it remembers nothing, and delays no reply.
+    """The interface of a journal. A daemon without a journal uses this class, which does nothing.
 
-    Attributes:
-        kept: Leases that an earlier daemon left, for `LeaseRestored`.
-        regions: Regions of these leases, for `RegionRestored`.
-        recovered: Everything else that an earlier daemon left for the lease table.
-        spent: Tokens that were used: lease, nonce, and until when a token with this nonce can be valid (monotonic ms).
-        revoked_tokens: Tokens that were revoked, with the same three members.
-        cards: Measurements of the GPUs in this boot of the host, by uuid.
-        relays: Relays of remote tenants that may still live.
-        membership: The node's last membership in a fleet; None if it had none.
+    Attributes: kept: Leases that an earlier daemon left, for `LeaseRestored`. regions: Regions of these leases, for
+    `RegionRestored`. recovered: Everything else that an earlier daemon left for the lease table. spent: Tokens that
+    were used: lease, nonce, and the monotonic time in ms at which tokens with this nonce expire. revoked_tokens: Tokens
+    that were revoked, with the same three members. cards: Measurements of the GPUs in this boot of the host, by uuid.
+    relays: Relays of remote tenants that may still live. membership: The node's last membership in a fleet; None if it
+    had none.
     """
 
     kept: tuple[LeaseRow, ...] = ()
@@ -121,13 +117,13 @@ class Journal:
     membership: MembershipRow | None = None
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
-        """Begin to follow a table. `pid_of` returns the process id of a lease's worker, `post` takes events."""
+        """Begin to record a table's events. `pid_of` returns a lease's worker's process id; `post` receives events."""
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
         """Record the result of an event. Called before any effect is executed."""
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` when everything before the outcome is durable, or else with a `RequestDenied`."""
+        """Call `on_outcome` with the outcome when all events so far are durable, or else with a `RequestDenied`."""
         on_outcome(outcome)
 
     def denial(self) -> Denial | None:
@@ -139,14 +135,14 @@ class Journal:
         return ""
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Record that a token was used. Then calls `on_done` with whether the journal has the record."""
+        """Record that a token was used. Calls `on_done` with True when the record is durable, or with False."""
         on_done(True)
 
     def unspend(self, lease_id: int, nonce: bytes) -> None:
         """Remove a token from those that were used."""
 
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
-        """Record that a token was revoked. Then calls `on_done` with whether the journal has the record."""
+        """Record that a token was revoked. Calls `on_done` with True when the record is durable, or with False."""
         on_done(True)
 
     def remember_cards(self, cards: Sequence[CardRow]) -> None:
@@ -165,14 +161,14 @@ class Journal:
         do()
 
     def once_decided(self, do: Callable[[str], None]) -> None:
-        """Call `do` when all events so far are durable, with "", or with the reason why they can't be in time."""
+        """Call `do` with "" when all events so far are durable, or with the reason why they can't be in time."""
         do("")
 
     async def stop(self) -> None: ...
 
 
 _LASTING_DENIALS: Final = frozenset({DenialReason.FENCED, DenialReason.REVOKED})
-"""Denials that hold forever. Their reason must be durable before it is reported, like an outcome."""
+"""Reasons of denials that are permanent. Their cause must be durable before they are reported."""
 
 
 class FileJournal(Journal):
@@ -198,7 +194,7 @@ class FileJournal(Journal):
             contents.next_region_tombstone,
             contents.epochs,
         )
-        # A heap by time of expiry, so that each new token can remove the oldest tokens (`_keep_token`).
+        # A heap of tokens by time of expiry, from which `_keep_token` removes expired tokens.
         key_sets = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [
             (ends_ms, kind, spent_key(tenant, nonce)) for kind, rows in key_sets for tenant, nonce, ends_ms in rows
@@ -212,25 +208,24 @@ class FileJournal(Journal):
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Begin to follow a table, and start the thread that commits. Raises NoThread."""
-        # Set the table first: the thread may report a commit as soon as it runs.
+        # Set the table before the thread starts, because the thread may report a commit at once.
         self._table, self._pid_of = table, pid_of
         self._replies.attach(post)
         self._committer.start(self._replies.on_change)
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Record an event. After an error here the effects are still executed, but nothing more is granted."""
-        # Before `observe`, every event is already in the journal. The events of restored leases come later.
+        """Record an event. After a bug here, effects are still executed, but nothing more is granted."""
+        # Events before `observe` come from the journal itself.
         if self._table is None:
             return
         try:
             changes = self._projector.changes(event, effects, self._table, self._pid_of)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
-            # The rows may now lack something. The fault lasts until a restart, and each later reply says that it is not
-            # durable.
+            # Rows may now be wrong. Until a restart, no reply counts as durable.
             self._fault = "the daemon failed to record what happened to a lease"
             return
-        # The ticket is not needed: `answer` waits for every item so far.
+        # `answer` waits for all items so far, so the ticket is not needed.
         if changes:
             self._committer.put(changes)
 
@@ -245,26 +240,26 @@ class FileJournal(Journal):
 
     def _keep_token(self, kind: RowKind, key: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         changes = [Change(kind, key, expires_ms)]
-        # Each new token removes up to two expired tokens, so that the file does not grow.
+        # Each new token removes up to two expired ones, so that the file does not grow.
         now_ms = time.monotonic_ns() // NS_PER_MS
         while self._token_ends and self._token_ends[0][0] < now_ms and len(changes) < 3:
             _, expired_kind, expired_key = heapq.heappop(self._token_ends)
             changes.insert(0, Change(expired_kind, expired_key, None))
         heapq.heappush(self._token_ends, (expires_ms, kind, key))
         self._committer.put(changes)
-        # The reply waits for this token's row: after a crash, no token may be accepted a second time.
+        # Wait for this token's row, because after a crash the token must not be accepted again.
         self._hold(lambda problem: on_done(not problem))
 
     def remember_cards(self, cards: Sequence[CardRow]) -> None:
         self._committer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in cards])
 
     def remember_relay(self, relay: RelayRow) -> None:
-        """Keep a relay. Skipped while nothing can be written, because tenants could make the queue grow."""
+        """Keep a relay. While nothing can be written, relays are skipped, because tenants could make the queue grow."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(relay.pid), relay)])
 
     def forget_relay(self, pid: int) -> None:
-        """Remove a relay. A row that remains names a dead process, which the next daemon notices."""
+        """Remove a relay. If its row remains after a crash, the next daemon finds that the process has ended."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
@@ -273,8 +268,8 @@ class FileJournal(Journal):
         self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, row)])
 
     async def stop(self) -> None:
-        """Write the remaining changes and close. The lease table is at rest by now."""
-        # Stop it in a thread, because the last commit waits for the disk and other tasks still run.
+        """Write the remaining changes and close the files. The lease table must cause no more changes."""
+        # The last commit waits for the disk while other tasks run, so stop the committer in a thread.
         is_whole = await asyncio.to_thread(self._committer.stop)
         if not is_whole:
             log_event(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
@@ -293,7 +288,7 @@ class FileJournal(Journal):
         return not_kept(problem) if problem else None
 
     def once_kept(self, do: Callable[[], None]) -> None:
-        # After a fault the rows may lack something, so nothing counts as durable.
+        # After a bug, rows may be wrong, so nothing counts as durable.
         if not self._fault:
             self._replies.hold_until_durable(self._committer.accepted, do)
 
@@ -301,12 +296,13 @@ class FileJournal(Journal):
         self._hold(do)
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Hold an outcome until every event so far is durable. Finding out which of them matter would be harder."""
+        """Hold an outcome until every event so far is durable, including events that do not concern it."""
         if isinstance(outcome, (SubmitReady, Checked)):
-            # The journal keeps nothing about a check, and the next daemon learns of a submit from the submit's worker.
+            # The journal has no rows about checks, nor about submits, which the next daemon learns of from their
+            # workers.
             on_outcome(outcome)
             return
-        # Most denials change no row, and a client may ask again after a restart.
+        # Most denials change no row, so they need not be durable.
         if isinstance(outcome, RequestDenied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
@@ -324,8 +320,8 @@ class FileJournal(Journal):
     def _not_kept(self, outcome: Outcome, problem: str) -> RequestDenied:
         """Return the answer in place of an outcome that can't be recorded."""
         match outcome:
-            # A grant is withdrawn. Any other outcome has already taken effect, so the answer can only say that a
-            # restart may forget it.
+            # A grant is revoked. Any other outcome has already taken effect. The answer says that a restart may undo
+            # it.
             case Granted() | RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
             case Renewed(request, lease):
@@ -355,26 +351,24 @@ class FileJournal(Journal):
 
 
 def open_journal(folder: Path, boot_id: str) -> FileJournal:
-    """Open the journal in a folder, or make one. Waits for the disk, so call this in a thread.
+    """Open the journal in a folder, or create one. Waits for the disk, so call this in a thread.
 
     The folder is locked until `stop`, or the end of this process.
 
-    Args:
-        folder: The folder. It is made, with mode 0700, if only its parent exists.
-        boot_id: The id of the host's boot (random(4)). Leases of another boot ended with that boot; their fences stay.
-          A membership in a fleet from another boot, or from a journal in another folder, is forgotten, because this
-          journal may be a copy.
+    Args: folder: The folder. It is made, with mode 0700, if only its parent exists. boot_id: The id of the host's boot
+    (random(4)). Leases of another boot have ended; their fences stay. A fleet membership from another boot or from
+    another folder is forgotten, because the journal may be a copy.
 
     Raises:
         JournalBroken: It can't be used.
     """
-    # Step 1: lock the folder. Nothing is read before that, because another daemon could be writing.
+    # Step 1: lock the folder before reading, because another daemon could be writing.
     lock_fd = prepare(folder)
     try:
         # Step 2: read and check all rows. This changes no file.
         contents = Contents()
         store = Store(folder, boot_id, contents.take)
-        # Step 3: remove records that a restart of the host, or a copy of the folder, invalidates.
+        # Step 3: remove rows that are invalid after a restart of the host, or in a copy of the folder.
         membership = contents.membership
         if store.last_boot != boot_id:
             changes = contents.cross_boot()
@@ -382,7 +376,7 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
             changes = contents.forget_membership()
         else:
             changes = []
-        # Step 4: make the first commit, which proves that the disk can be written before any lease is granted.
+        # Step 4: make the first commit, so that the start fails if the disk can't be written.
         store.begin(changes)
     except BaseException:
         os.close(lock_fd)
@@ -391,18 +385,18 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
 
 
 def _folder_of(fd: int) -> str:
-    """Return a text that distinguishes an open folder from every copy, while its file system is mounted (inode(7))."""
+    """Return an open folder's device and inode, which differ in every copy of the folder (inode(7))."""
     status = os.fstat(fd)
     return f"{status.st_dev:x}:{status.st_ino:x}"
 
 
 KEPT_TOMBSTONES: Final = 8192
-"""Number of ended leases, the most recent ones, for which tenants get the reason even after a restart. This bounds the
-file, and the time to read it at the start. The table itself remembers more."""
+"""Number of the latest ended leases that have a row, so that tenants can ask for the reason after a restart. The lease
+table remembers more leases."""
 
 KEPT_REGION_TOMBSTONES: Final = 2048
-"""Like KEPT_TOMBSTONES, for regions. They are numbered separately, so that a tenant that opens regions in a loop
-displaces no lease."""
+"""The same number for regions. They are counted separately, so that a tenant that opens regions in a loop displaces no
+lease."""
 
 _CHANGING: Final = frozenset(
     {
@@ -431,18 +425,15 @@ _CHANGING: Final = frozenset(
 """Effects that may change rows. Most effects are skipped by their type."""
 
 _REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefused)
-"""Events after which a region's row may change without any effect."""
+"""Events that may change a region's row without any effect."""
 
 
 class JournalProjector:
-    """Turns events and effects into changes of rows. It keeps track of the leases that have rows, and does no I/O.
+    """Turns events and effects into changes of rows. Does no I/O.
 
-    Args:
-        rows: Leases that already have a row.
-        next_tombstone: The number of the next lease's tombstone.
-        regions: Regions that already have a row.
-        next_region_tombstone: The number of the next region's tombstone.
-        epochs: Names that have a row, with their highest epochs.
+    Args: rows: Leases that have a row at the start. next_tombstone: The number of the next lease's tombstone. regions:
+    Regions that have a row at the start. next_region_tombstone: The number of the next region's tombstone. epochs:
+    Names that have a row, with their highest epochs.
     """
 
     def __init__(
@@ -453,8 +444,8 @@ class JournalProjector:
         next_region_tombstone: int = 0,
         epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
-        # For each lease with a row, its worker's pid, or 0. A lease gets a row when it is granted, or if it is fenced
-        # before that.
+        # Leases with a row, and each one's worker's pid, or 0. A lease gets a row when it is granted, or fenced before
+        # that.
         self._pids = {lease.lease_id: lease.worker_pid for lease in rows}
         self._next_tombstone = next_tombstone
         self._epochs = HighestEpochs(epochs)
@@ -467,7 +458,7 @@ class JournalProjector:
     def changes(
         self, event: Event, effects: Sequence[Effect], table: LeaseTable, pid_of: Callable[[int], int]
     ) -> list[Change]:
-        """Return the changes of rows by one event that `table` has handled."""
+        """Return the changes of rows by an event. `table` has already handled the event."""
         changes: list[Change] = []
         # Some events change a row without an effect.
         if isinstance(event, (SessionFaulted, LeaseRestored)):
@@ -477,7 +468,7 @@ class JournalProjector:
             self._update_region(event.region_id, table, changes)
         elif isinstance(event, RegionRestored):
             self._update_region(event.kept.region_id, table, changes)
-        # All other rows change by effects. They are written from `table`, which has the state after all of them.
+        # All other changes come from effects. Rows are written from `table`, which has the state after the event.
         for effect in effects:
             if type(effect) in _CHANGING:
                 self._on_effect(effect, table, pid_of, changes)
@@ -488,11 +479,10 @@ class JournalProjector:
     ) -> None:
         match effect:
             case Granted(lease=lease):
-                # From its grant on, a lease has a row, because the next daemon needs the worker's process id to find
-                # the worker.
+                # The row has the worker's process id, by which the next daemon finds the worker.
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
-                # Epochs outlive their leases: a later claim of the name must have a higher one.
+                # A name's epoch is kept when its lease ends, because a later claim of the name must have a higher one.
                 if lease.name:
                     changed = self._epochs.note(lease.name, lease.epoch)
                     changes += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
@@ -501,14 +491,13 @@ class JournalProjector:
                 self._update(lease_id, table, changes)
                 self._update_region(region_id, table, changes)
             case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
-                # If the former worker is set aside, the row shows which of the two workers may serve the session.
+                # The row shows which of a session's two workers may serve it.
                 self._update(lease_id, table, changes)
             case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
-                # The session's card, which may have changed, must be charged in the journal before the worker gets the
-                # order.
+                # The session may return to another card. Its row must name that card before the worker gets the order.
                 self._update(lease_id, table, changes)
             case ResizeSlice(lease_id=lease_id):
-                # A slice that grows is charged before the worker gets the order.
+                # The row must have a larger size before the worker gets the order.
                 self._update(lease_id, table, changes)
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, changes)
@@ -518,7 +507,7 @@ class JournalProjector:
                     self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
             case RefuseWaitingOperations(lease_id=lease_id) if self._pids.get(lease_id) == 0:
-                # A new worker may have the session that was cold, parked as before. Other refusals change no row.
+                # A session that was cold may now be parked in a new worker. Other failures change no row.
                 row = table.lease_row(lease_id, 0)
                 if row is not None and not row.is_cold:
                     self._pids[lease_id] = pid_of(lease_id)
@@ -527,8 +516,8 @@ class JournalProjector:
                 self._update(lease.lease_id, table, changes)
             case RefuseWork(lease_id, cause):
                 self._update(lease_id, table, changes)
-                # Keep revoked ids apart from tombstones, whose number is limited: a revoked lease must stay revoked
-                # forever.
+                # A revoked lease must stay revoked, but the number of tombstones is limited. So its id gets a row of
+                # its own.
                 if cause is Cause.REVOKED and kind_of(lease_id) is WorkerKind.LEASE:
                     changes.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
             # A region that ends: a fenced one keeps its row, any other becomes a tombstone.
@@ -537,14 +526,14 @@ class JournalProjector:
                 if lease.state is not LeaseState.FENCED:
                     self._add_region_tombstone(lease, changes)
             case LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
-                # A lease can be fenced before it was granted. Its bytes are missing in that case, too, so it gets a row
-                # without a worker.
+                # A lease that is fenced before its grant gets a row without a worker, because its bytes must stay
+                # fenced.
                 self._pids.setdefault(lease.lease_id, 0)
                 self._update(lease.lease_id, table, changes)
             case LeaseEnded(lease=lease):
                 self._add_tombstone(lease.lease_id, lease, changes)
             case SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
-                # An operator vouched for the bytes, so fences become tombstones, and their ids are kept as cleared.
+                # An operator has cleared the fences. They become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
                     self._update_region(lease_id, table, changes)
                     self._add_tombstone(lease_id, table.get(lease_id), changes)
@@ -564,8 +553,8 @@ class JournalProjector:
             changes.append(Change(RowKind.LEASE, lease_key(lease_id), row))
 
     def _add_tombstone(self, lease_id: int, lease: LeaseSnapshot | None, changes: list[Change]) -> None:
-        """Remove the row of a lease that is torn down. Keeps a tombstone if the lease was a tenant's."""
-        # Without a row, the lease was never granted, so the next daemon need not know it.
+        """Remove the row of a lease whose teardown has ended. A tenant's lease gets a tombstone."""
+        # A lease without a row was never granted.
         if self._pids.pop(lease_id, None) is None:
             return
         changes.append(Change(RowKind.LEASE, lease_key(lease_id), None))
@@ -574,19 +563,19 @@ class JournalProjector:
         if lease is None or not lease.tenant:
             return
         changes.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone), lease))
-        # A ring: each new tombstone removes the one that is KEPT_TOMBSTONES older.
+        # Each new tombstone removes the one that is KEPT_TOMBSTONES older.
         if self._next_tombstone >= KEPT_TOMBSTONES:
             changes.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone - KEPT_TOMBSTONES), None))
         self._next_tombstone += 1
 
     def _update_region(self, region_id: int, table: LeaseTable, changes: list[Change]) -> None:
-        """Write the row of a region with its present state, or remove the row if nothing is left of the region."""
+        """Write a region's row from the table, or remove the row if the region has ended."""
         row = table.regions.get(region_id)
         if row is not None:
             self._regions.setdefault(row.lease_id, set()).add(region_id)
             changes.append(Change(RowKind.REGION, lease_key(region_id), row))
             return
-        # The table has dropped the region. Its row is removed, too, if it still has one.
+        # The table has dropped the region, so remove its row.
         snapshot = table.get(region_id)
         with_rows = set() if snapshot is None else self._regions.get(snapshot.parent_id, set())
         if region_id in with_rows:
@@ -602,7 +591,7 @@ class JournalProjector:
 
 
 class _StoreTarget(CommitTarget[Changes]):
-    """Commits changes of rows. While nothing can be written nothing is granted, so live leases bound the queue."""
+    """Commits changes of rows. While nothing can be written, nothing is granted, so the queue stays small."""
 
     thread_name = "gpulease-journal"
     work = "a commit"

@@ -1,6 +1,6 @@
-"""The journal's rows: how they are encoded, written (many at a time), and read when the journal is opened.
+"""Encodes, writes and reads the journal's rows.
 
-A row is a kind, a key and a value. Values are JSON objects with the names of the fields.
+A row has a kind, a key and a value. The value is a JSON object with the fields' names as keys.
 """
 
 import json
@@ -43,7 +43,7 @@ _MEMBERS_WITH_OPTION: Final[dict[str, dict[str, object]]] = {
     "request_id": {"fleet_bytes": 0},
     "park_idle_ms": {"parked_ns": 0, "wait_ms": 0, "is_cold": False, "misfit": ""},
 }
-"""Members that were added together with a lease option, and their values in rows that lack them."""
+"""Members of the row that belong to a lease option, and their values in rows that lack them."""
 
 _LATER_OPTIONS: Final[dict[str, Any]] = {
     name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, JournalRow)
@@ -63,12 +63,14 @@ _LATER_MEMBERS: Final[dict[str, object]] = {
     "entered": "",
     "folder": "",
 }
-"""Members that were added later, with the values that they have if a row lacks them. Rows leave out these values."""
+"""Members that the first version did not have, and their default values. A row leaves out a member with its default
+value.
+"""
 
 _TERMS: Final = frozenset(item.name for item in fields(LeaseTerms))
 
 _LEASE_NAMES: Final = frozenset(LeaseRow._fields) - {"terms"} | _TERMS
-"""Members of a lease's row, including its terms."""
+"""Names of the members of a lease's row, its terms included."""
 
 _LATER_OF_LEASE: Final = {name: before for name, before in _LATER_MEMBERS.items() if name in _LEASE_NAMES}
 """The later members of a lease's row, in order."""
@@ -81,7 +83,7 @@ _NUMBER_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RelayRow:
-    """A remote tenant's relay process, which lives as long as its session's worker.
+    """A remote tenant's relay process, which runs as long as the worker of its session.
 
     Attributes:
         started_ticks: When the process was started: `processes.started_ticks`.
@@ -99,17 +101,12 @@ class RelayRow:
 class MembershipRow:
     """A node's membership in its fleet, with which the next daemon continues.
 
-    Attributes:
-        incarnation: Create revision of the node's record in etcd.
-        cluster_id: etcd's number of its cluster.
-        generation: Text of the store's generation key.
-        revision: A revision that the store had reached.
-        epoch_base: A claim's epoch is the sum of this and its revision.
-        is_restored: Whether the store was found to have been restored to an earlier state.
-        beat: Number of the last heartbeat that was sent.
-        run: Instance of the process that sent it.
-        entered: Nonce of the record with which that process continued.
-        folder: Device and inode of the journal's folder, which differ in a copy.
+    Attributes: incarnation: The create revision of the node's record in etcd. cluster_id: etcd's number of its cluster.
+    generation: Text of the store's generation key. revision: A revision that the store had reached. epoch_base: A
+    claim's epoch is this number plus the claim's revision. is_restored: Whether the store was found to have been
+    restored to an earlier state. beat: The number of the last heartbeat that was sent. run: The instance of the fleet
+    process that sent it. entered: The nonce of the record with which that process joined. folder: Device and inode of
+    the journal's folder, which differ in a copy.
     """
 
     incarnation: int = 0
@@ -148,7 +145,7 @@ class RowKind(IntEnum):
 
 
 class Change(NamedTuple):
-    """A row's new content; None removes the row."""
+    """A row's new content, or None to remove the row."""
 
     kind: RowKind
     key: bytes
@@ -161,18 +158,17 @@ class Change(NamedTuple):
 
 def lease_key(lease_id: int) -> bytes:
     """Return the key of a lease's row, or of a region's."""
-    # Numbers are big-endian, here and below: SQLite compares blobs byte by byte, so rows come in the order of their
-    # numbers.
+    # In keys, numbers are big-endian. SQLite compares blobs byte by byte, so rows are sorted by number.
     return lease_id.to_bytes(LEASE_ID_BYTES, "big")
 
 
 def warm_key(warm_id: int) -> bytes:
-    """Return the key of a warm context's row. Warm contexts have larger numbers than leases."""
+    """Return the key of a warm context's row."""
     return warm_id.to_bytes(_WARM_ID_BYTES, "big")
 
 
 def number_key(number: int) -> bytes:
-    """Return the key of a tombstone by its number, of a revoked or cleared id by its mark, of a relay by its pid."""
+    """Return the key for a tombstone's number, the mark of a revoked or cleared id, or a relay's pid."""
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
@@ -182,15 +178,14 @@ def spent_key(lease_id: int, nonce: bytes) -> bytes:
 
 
 def digest_of(kind: int, key: bytes, value: bytes) -> int:
-    """Return a row's part of the sum over all rows (mod 2^128), which reveals changed, lost and forged rows."""
-    # Include the key's length, so that moving a byte between key and value changes the digest.
+    """Return a row's digest. The sum of all rows' digests (mod 2^128) reveals changed, lost and forged rows."""
+    # With the key's length, a byte that moves between key and value changes the digest.
     data = b"%d %d %b%b" % (kind, len(key), key, value)
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
 
 KEPT_TEXTS: Final = 1024
-"""Maximum number of encoded texts that are remembered: names of tenants and cards, states, causes. Most rows have no
-others."""
+"""Maximum number of encoded texts in the cache. Most rows have only names of tenants and cards, states and causes."""
 
 
 @lru_cache(maxsize=KEPT_TEXTS)
@@ -214,8 +209,8 @@ def encode(content: Kept) -> bytes:
 
 
 def _lease(row: LeaseRow) -> bytes:
-    """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
-    # The members that every version of a row has come first. Later ones follow only if they differ from their defaults.
+    """Encode without `json`, which takes five times as long. Most rows are leases and tombstones."""
+    # Members of the first version come first. Later members follow if they differ from their defaults.
     terms = row.terms
     return (
         f'{{"lease_id":{row.lease_id},"tenant":{_text(row.tenant)},"card_uuid":{_text(row.card_uuid)},'
@@ -230,12 +225,12 @@ def _lease(row: LeaseRow) -> bytes:
 
 @lru_cache(maxsize=KEPT_TEXTS)
 def _later_members(values: tuple[Any, ...]) -> str:
-    """Encode the later members of a lease's row. Most are options, which the leases of a program have in common."""
+    """Encode the later members of a lease's row. Results are cached: a program's leases have the same options."""
     return "".join(map(_later, _LATER_OF_LEASE, values))
 
 
 def _tombstone(lease: LeaseSnapshot) -> bytes:
-    # The form is the same as in `_lease`, without the terms, which an ended lease does not need.
+    # The form is that of `_lease` without the terms.
     return (
         f'{{"lease_id":{lease.lease_id},"tenant":{_text(lease.tenant)},"card_uuid":{_text(lease.card_uuid)},'
         f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
@@ -247,7 +242,7 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
 
 
 def _later(name: str, value: int | str | None) -> str:
-    # Only `orphan_ms` may be None, in a lease that placement has not seen. It then sets no bound.
+    # Only `orphan_ms` may be None, for a lease that was never placed.
     return "" if value is None or value == _LATER_MEMBERS[name] else f',"{name}":{json.dumps(value)}'
 
 
@@ -262,8 +257,7 @@ def _member(member: Enum | None) -> str:
 
 def read_lease(value: bytes) -> LeaseRow:
     """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
-    # A row is flat, but `LeaseRow` has its terms in a separate object. Options that the row lacks get their
-    # defaults.
+    # The terms are a separate object in `LeaseRow`, but not in the row. Options that the row lacks get their defaults.
     members = _members(value, _LEASE_NAMES, LeaseRow.__name__)
     terms = {name: members.pop(name) for name in _TERMS if name in members}
     return LeaseRow(terms=LeaseTerms(**(_LATER_OPTIONS | terms)), **members)
@@ -296,13 +290,12 @@ def _read(shape: type[Shape], value: bytes) -> Shape:
 def _members(
     value: bytes, names: frozenset[str], shape: str, enums: Mapping[str, Callable[[Any], Enum]] = _ENUMS
 ) -> dict[str, Any]:
-    """Read a row's members by name, with its enumerations. `names` has the members that it may have."""
+    """Read a row's members by name, and convert its enumerations. `names` has the members that it may have."""
     members = json.loads(value)
-    # The members must include all of the first version, and none that this version does not know. No daemon wrote any
-    # other row.
+    # A valid row has all members of the first version, and no unknown member.
     if not isinstance(members, dict) or not names - _LATER_MEMBERS.keys() <= members.keys() <= names:
         raise ValueError(f"it must be a {shape}")
-    # An unknown state or cause raises ValueError, like any other value that was not written here.
+    # An unknown state or cause raises ValueError.
     for name, kind in enums.items():
         if members.get(name) is not None:
             members[name] = kind(members[name])
@@ -315,29 +308,27 @@ SCHEMA: Final = (
 )
 
 MAX_ROWS: Final = 256
-"""Maximum number of rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html),
-and this many rows need 768."""
+"""Maximum number of rows in one statement, a power of two. Every SQLite accepts at least 999 parameters
+(sqlite.org/limits.html). This many rows have 768."""
 
 _COLUMNS: Final = 3
-"""Values of a row: kind, key and value."""
+"""Number of values of a row: kind, key and value."""
 
 _Part = TypeVar("_Part")
 
 
 _REWRITTEN: Final = frozenset({RowKind.LEASE, RowKind.REGION})
-"""Kinds of rows that are rewritten while they live. The number of live leases bounds their number."""
+"""Kinds of rows that change after they were written. There are about as many of them as live leases."""
 
 RowDigests = dict[tuple[RowKind, bytes], int]
 """The digests of rows by kind and key."""
 
 
 class PutResult(NamedTuple):
-    """The changes that a `put` made.
+    """The result of `put`.
 
-    Attributes:
-        sum_change: The change of the sum over all rows.
-        digests: The digests of all rows of _REWRITTEN that were written.
-        removed: Rows with earlier digests that no longer exist.
+    Attributes: sum_change: The change of the sum of all rows' digests. digests: The digests of all rows of _REWRITTEN
+    that were written. removed: Rows with earlier digests that no longer exist.
     """
 
     sum_change: int
@@ -346,21 +337,24 @@ class PutResult(NamedTuple):
 
 
 def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowDigests) -> PutResult:
-    """Write changes within a transaction, only the last of each row. `digests` has the digests of the present rows.
+    """Write the last change of each row, within a transaction.
 
-    sqlite3 releases the interpreter lock at each step of a statement, and gets it back only when the broker's thread
-    pauses. So hundreds of statements would take as long as the broker is busy. Therefore each statement takes many
-    rows, and returns at most one. A row with a known digest is not read.
+    `digests` has the digests of rows as they are now. A row without a digest there is read from the database.
+
+    Each statement handles many rows and returns at most one. sqlite3 releases the interpreter lock at each step of a
+    statement, and gets it again only when the broker's thread pauses. So hundreds of steps would take as long as the
+    broker is busy.
 
     Raises sqlite3.Error, or ValueError if an existing row was not written by this code.
     """
-    # Only the last change of a row in this group counts: a lease's row may change several times before a commit.
+    # A row may change several times before a commit. Only its last change is written.
     latest = {(change.kind, change.key): change for change in changes}
     keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     deleted_keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     put_params: list[int | bytes] = []
     digest_change, written, dropped = 0, RowDigests(), []
-    # Sort by operation: delete or write. Both end the row's old value, so subtract its digest from the sum.
+    # Divide the changes into rows to delete and rows to write. In both cases, subtract the old row's digest from the
+    # sum.
     for row, change in latest.items():
         kind, key = row
         if (digest := digests.get(row)) is None:
@@ -378,7 +372,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowD
             if kind in _REWRITTEN:
                 written[row] = digest
     digest_change -= sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
-    # Use one statement for many rows of a kind, because each costs a switch between threads.
+    # Use one statement for many rows of a kind.
     for kind, kind_keys in deleted_keys.items():
         for part in _parts(kind_keys, 1):
             connection.execute(_delete(len(part)), (int(kind), *part))
@@ -392,7 +386,7 @@ def _present(
 ) -> Iterator[tuple[int, bytes, bytes]]:
     for kind, kind_keys in keys.items():
         for part in _parts(kind_keys, 1):
-            # Ask for one row of text instead of many rows, because sqlite3 releases the GIL once per row.
+            # Read all values as one row of text, because sqlite3 releases the interpreter lock for each row.
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
             values = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
             for key, value in zip(values[::2], values[1::2], strict=True):
@@ -407,7 +401,7 @@ def _parts(rows: list[_Part], width: int) -> Iterator[list[_Part]]:
     for start in range(0, len(rows), MAX_ROWS * width):
         part = rows[start : start + MAX_ROWS * width]
         count = len(part) // width
-        # The size is rounded up to a power of two; repeated parameters do not change a statement's result.
+        # Round the size up to a power of two. Repeated rows do not change a statement's result.
         part += part[-width:] * ((1 << (count - 1).bit_length()) - count)
         yield part
 
@@ -435,22 +429,19 @@ def _places(placeholder: str, count: int) -> str:
 
 
 Spent = tuple[int, bytes, int]
-"""A token that was used or revoked: its lease, its nonce, and when the last token with this nonce expires (monotonic
-ms)."""
+"""A token that was used or revoked: its lease, its nonce, and the monotonic time in ms at which tokens with this nonce
+expire."""
 
 
 @dataclass(slots=True)
 class Contents:
     """The rows of a journal that is opened.
 
-    Attributes:
-        drain_ns: When the node's drain ends the remaining leases; None if there is none.
-        card_drains: When each drained card's own drain ends its leases, by UUID.
-        epochs: Names and the highest epoch that each had.
-        region_tombstones: The regions that ended most recently.
-        membership: The node's last membership in a fleet; None if it had none.
-        next_tombstone: The number of the next tombstone.
-        next_region_tombstone: The number of the next region's tombstone.
+    Attributes: drain_ns: When the node's drain ends the remaining leases, in monotonic nanoseconds; None if there is no
+    drain. card_drains: When a card's drain ends the card's leases, by the card's UUID. epochs: The highest epoch of
+    each name. region_tombstones: The regions that ended most recently. membership: The node's last membership in a
+    fleet; None if it had none. next_tombstone: The number of the next tombstone. next_region_tombstone: The number of
+    the next region's tombstone.
     """
 
     leases: list[LeaseRow] = field(default_factory=list)
@@ -474,7 +465,7 @@ class Contents:
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
         """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for an invalid one."""
-        # RowKind raises ValueError for a kind of a later version: this daemon could not keep such rows up to date.
+        # RowKind raises ValueError for an unknown kind.
         match RowKind(kind):
             case RowKind.REVOKED:
                 self.revoked.append(int.from_bytes(key, "big"))
@@ -513,7 +504,7 @@ class Contents:
                 self.relays[relay.pid] = relay
 
     def recovered(self) -> RecoveredState:
-        """Return the lease table's records of the past, in addition to live leases."""
+        """Return everything for the lease table except live leases."""
         tombstones = (*self.tombstones, *self.region_tombstones)
         return RecoveredState(
             tombstones,
@@ -526,19 +517,18 @@ class Contents:
         )
 
     def cross_boot(self) -> list[Change]:
-        """Change the contents as a restart of the host does, and return the changes of rows.
+        """Apply a restart of the host to the contents. Returns the changes of rows.
 
-        No process of another boot runs, and its times have no meaning now. Fences stay until an operator clears them.
-        Drains stay, too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
-        this is the host that was a member of the fleet, or one with a copy of its disk, so the membership is forgotten.
+        All processes of the earlier boot have ended, and its monotonic times are invalid. Fences and drains stay until
+        an operator ends them. Tokens of the earlier boot are invalid, because its keys are gone. The fleet membership
+        is forgotten, because this host may have a copy of another host's disk.
         """
-        # Every process of the other boot is gone, so regions end first, while their leases are still known.
+        # End the regions first, while their leases are still known.
         changes = [*self._end_regions(), *self.forget_membership()]
-        # A fenced lease keeps its fence, without the times of the other boot. Any other lease becomes a tombstone.
+        # A fenced lease keeps its fence, without the times of the earlier boot. Any other lease becomes a tombstone.
         for lease in self.leases:
             changes.append(Change(RowKind.LEASE, lease_key(lease.lease_id), None))
-            # Fenced bytes stay fenced: a restart of the host does not prove that a card's memory is free for all
-            # drivers.
+            # Fenced bytes stay fenced, because a restart does not prove for every driver that a card's memory is free.
             if lease.state is LeaseState.FENCED:
                 deadline_ns = None if lease.deadline_ns is None else 0
                 fenced = lease._replace(created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0, parked_ns=0)
@@ -547,40 +537,39 @@ class Contents:
                 self.tombstones.append(_ended_with_host(lease))
                 changes.append(Change(RowKind.TOMBSTONE, number_key(self.next_tombstone), self.tombstones[-1]))
                 self.next_tombstone += 1
-        # Measurements, relays and tokens belonged to the other boot.
+        # Measurements, relays and tokens belong to the earlier boot.
         changes += [Change(RowKind.CARD, uuid.encode(), None) for uuid in self.cards]
         changes += [Change(RowKind.RELAY, number_key(pid), None) for pid in self.relays]
         for kind, tokens in ((RowKind.SPENT, self.spent), (RowKind.REVOKED_TOKEN, self.revoked_tokens)):
             changes += [Change(kind, spent_key(lease_id, nonce), None) for lease_id, nonce, _ in tokens]
             tokens.clear()
-        # 0 is a time that has passed: the node, or the card, stays drained.
+        # 0 is a time that has passed. So the node or card stays drained, and there are no leases to end.
         if self.drain_ns is not None:
             self.drain_ns = 0
             changes.append(Change(RowKind.DRAIN, DRAIN_KEY, self.drain_ns))
         self.card_drains = dict.fromkeys(self.card_drains, 0)
         changes += [Change(RowKind.CARD_DRAIN, uuid.encode(), 0) for uuid in self.card_drains]
-        # The remaining rows are the fenced leases that were just changed.
+        # The remaining leases are the fenced ones.
         self.leases = [c.content for c in changes if isinstance(c.content, LeaseRow)]
         self.cards.clear()
         self.relays.clear()
         return changes
 
     def forget_membership(self) -> list[Change]:
-        """Forget which member of the fleet the node was, but not the fleet itself, and return the changes of rows."""
+        """Forget the node's membership in its fleet, but not the fleet. Returns the changes of rows."""
         if self.membership is None:
             return []
-        # The cluster, generation and revision stay, so that the node still recognises a store that was restored from a
-        # backup.
+        # Cluster, generation and revision stay. By them the node detects that etcd was restored from a backup.
         self.membership = replace(self.membership, incarnation=0, beat=0, run="", entered="", folder="")
         return [Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, self.membership)]
 
     def _end_regions(self) -> list[Change]:
-        """End all regions, because their sessions have ended, even those of fenced leases."""
+        """End all regions, also those of fenced leases, because their sessions have ended."""
         changes = []
         leases = {lease.lease_id: lease for lease in self.leases}
         for region in self.regions:
             changes.append(Change(RowKind.REGION, lease_key(region.region_id), None))
-            # A returned region's tenant already knows of the end, which has a tombstone.
+            # A returned region already has a tombstone.
             if region.state is not RegionState.RETURNED and (lease := leases.get(region.lease_id)) is not None:
                 self.region_tombstones.append(_region_ended_with_host(region, lease))
                 key = number_key(self.next_region_tombstone)
@@ -619,7 +608,7 @@ def _ended_with_host(lease: LeaseRow) -> LeaseSnapshot:
 
 
 def _region_ended_with_host(region: RegionRow, lease: LeaseRow) -> LeaseSnapshot:
-    # Begin with the tombstone of its lease, and replace the lease's members by the region's own.
+    # Copy the lease's tombstone, and replace the members that differ for the region.
     ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
     return ended._replace(
         name="",

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: the families, the counters and gauges behind them, and their text. No I/O, no clock."""
+"""Metrics for Prometheus: the families, the values of counters and gauges, and the text. No I/O, no clock."""

@@ -1,7 +1,4 @@
-"""The text of a scrape, in Prometheus's text format, from the families and their values.
-
-It is produced one family at a time, so that it never blocks the event loop for long.
-"""
+"""Makes the text of a scrape, in Prometheus's text format, in pieces that do not block the event loop for long."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -24,23 +21,23 @@ SAMPLES_PER_CHUNK: Final = 256
 
 
 class NodeCollector(Collector):
-    """Supplies a registry with families, by default the node's. Calls `read` once per scrape for their values."""
+    """Collects families, by default the node's, for a registry. Calls `read` once per scrape for their values."""
 
     def __init__(self, read: Callable[[], Content], families: Sequence[MetricFamily] = FAMILIES) -> None:
         self._read = read
         self._families = families
 
     def describe(self) -> Iterator[Metric]:
-        """Yield every family, without values. A registry asks for this when the collector is registered."""
+        """Yield every family, without values. A registry calls this when the collector is registered."""
         for family in self._families:
             yield Metric(family.name, family.meaning, family.kind.value)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each family that has values. Each is created only when it is reached."""
+        """Yield each family that has values. A family is converted only when it is yielded."""
         # Read the values once, so that all families of a scrape show the same moment.
         content = self._read()
         for family in self._families:
-            # Leave out a family without values, which would only show that it exists.
+            # Leave out families without values.
             values = content.get(family)
             if values:
                 yield _metric(family, values)
@@ -48,13 +45,13 @@ class NodeCollector(Collector):
 
 def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
     """Yield the text of all registered families, in pieces that each take about a millisecond."""
-    # The library renders only whole families, so each part of a large family is rendered as if it were a family.
+    # The library renders whole families only, so render each part of a large family as a separate one.
     for metric in registry.collect():
         samples = metric.samples
         for first in range(0, len(samples), SAMPLES_PER_CHUNK):
             metric.samples = samples[first : first + SAMPLES_PER_CHUNK]
             text = generate_latest(_Alone(metric))
-            # Only a family's first piece keeps the two lines that describe it.
+            # Only a family's first piece has the two lines HELP and TYPE.
             yield text if first == 0 else text.split(b"\n", 2)[2]
 
 

@@ -1,14 +1,14 @@
-"""Every metric of the daemon, by family: its name, kind, labels and meaning.
+"""The families of the daemon's metrics, and the containers for their values.
 
-`daemon/manual/metrics.md` has this table.
+Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and the suffix `_total` for counters.
+The exposition adds the suffix to the family's name (OpenMetrics 1.0, Counter), so `gpu_lease_acquired` is scraped as
+`gpu_lease_acquired_total`.
 
-Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and the suffix `_total` for counters,
-which the exposition adds to the family's name (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is scraped as
-`gpu_lease_acquired_total`. Cards are labelled `UUID`, in capitals, as dcgm-exporter labels them, so that the two can be
-joined. No label names a lease, because the number of leases has no bound: families of sessions sum up all sessions that
-a tenant has on a card. The model server has separate names (`client/serve/models/model_metrics.py`).
+Cards have the label `UUID`, in capitals as in dcgm-exporter, so that the metrics of both can be joined. No label names
+a lease, because the number of leases has no limit. Families of sessions sum up all sessions of a tenant on a card.
 
-Below the families are the containers for their values. `exposition` makes the text of a scrape from them.
+`daemon/manual/metrics.md` is generated from this file. The model server's metrics are in
+`client/serve/models/model_metrics.py`.
 """
 
 from bisect import bisect_left
@@ -34,12 +34,10 @@ class FamilyKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetricFamily:
-    """A family of series. Families are compared by identity, which makes it fast to look one up for each count.
+    """A family of series. Families are compared by identity, so that lookups by family are fast.
 
-    Attributes:
-        meaning: The help text.
-        labels: The labels' names, in the order of their values.
-        bounds: A histogram's upper bounds, ascending, in seconds, without the last one, infinity.
+    Attributes: meaning: The help text. labels: The labels' names, in the order of their values. bounds: A histogram's
+    upper bounds in seconds, ascending, without infinity.
     """
 
     name: str
@@ -51,7 +49,7 @@ class MetricFamily:
     @property
     def series_names(self) -> tuple[str, ...]:
         """The names of the family's series in the exposition."""
-        # As the text format appends them (OpenMetrics 1.0, Suffixes).
+        # The text format appends these suffixes (OpenMetrics 1.0, Suffixes).
         match self.kind:
             case FamilyKind.COUNTER:
                 return (f"{self.name}_total",)
@@ -68,15 +66,15 @@ DENIED: Final = ("operation", "reason")
 FAILED: Final = ("UUID", "reason")
 
 LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""A context's end takes a card about 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
-the operator sets another time."""
+"""Bounds of histograms of lease operations. A context's end takes about 100 ms on a card, and 1 or 2 ms in the embedded
+driver. After 30 s a slice is fenced, unless the operator sets another time."""
 
 FLIP_BOUNDS_S: Final = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
-"""A launch sees a changed word within a tenth of a millisecond, or when its engine launches next. A region's pages take
-a few hundred microseconds, and the launches in flight their time."""
+"""Bounds of histograms of regions' ends. A session sees a region's changed word within 0.1 ms, or at its next launch.
+To release a region's pages takes a few hundred microseconds after the launches in flight have ended."""
 
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -336,30 +334,29 @@ FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstanc
 _BY_NAME: Final = {family.name: family for family in FAMILIES}
 
 SESSION_FAMILIES: Final = tuple(tuple(_BY_NAME[name] for name in counter.metrics) for counter in SESSION_TOTALS)
-"""The families to which each counter of SESSION_TOTALS is added."""
+"""For each counter of SESSION_TOTALS, the families to which it is added."""
 
 
 Labels = tuple[str, ...]
 
 OTHERS: Final = "other"
-"""The label of all tenants beyond the maximum number."""
+"""The common label of tenants beyond the maximum number."""
 
 MAX_TENANT_SERIES: Final = 64
-"""Maximum number of tenants with a label of their own. Names come and go on a host with many users: without the bound,
-the daemon, every scrape and Prometheus would grow forever. A known tenant keeps its label, because its counters would
-otherwise decrease."""
+"""Maximum number of tenants with a label of their own. Without a maximum, the daemon, its scrapes and Prometheus would
+grow with every new name. A tenant keeps its label, because a counter must not decrease."""
 
 MAX_PAIR_SERIES: Final = 512
-"""Maximum number of combinations of cards and tenants: on a host with more than 8 cards, fewer tenants have a label.
-With all combinations in all families, a scrape has 1 MB."""
+"""Maximum number of combinations of cards and tenants. On a host with more than 8 cards, it allows fewer tenants with a
+label. A scrape with all combinations in all families has 1 MB."""
 
 MAX_LABEL_CHARS: Final = 112
-"""Maximum number of characters of a tenant's name in a label. Whoever writes certificates chooses the name."""
+"""Maximum number of characters of a tenant's name in a label."""
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Observations: how many are under each bound and above the last one, and their sum."""
+    """The numbers of observations, by the lowest bound that is not below them, and their sum."""
 
     counts: list[int]
     total: float = 0.0
@@ -370,7 +367,7 @@ class Distribution:
 
 
 class Histogram:
-    """The distributions of a histogram, or of a summary, which has no bounds."""
+    """The distributions of a histogram, or of a summary, by labels. A summary has no bounds."""
 
     def __init__(self, family: MetricFamily) -> None:
         self.family = family
@@ -380,18 +377,18 @@ class Histogram:
         return bool(self.of)
 
     def observe(self, labels: Labels, value: float) -> None:
-        """Add one observation. A negative value, from clocks that were read in another order, counts as 0."""
+        """Add one observation. A negative value counts as 0: it comes from clocks that were read in another order."""
         distribution = self.of.get(labels)
         if distribution is None:
             distribution = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
         distribution.total += max(0.0, value)
-        # Count it under the first bound that is not below the value; the last cell counts everything above all bounds.
+        # Count it at the first bound that is not below the value. The last cell counts values above all bounds.
         distribution.counts[bisect_left(self.family.bounds, value)] += 1
 
 
 @dataclass(slots=True)
 class TenantLabels:
-    """Labels of tenants: the first `most` keep their names, all others share one label."""
+    """Labels of tenants: the first `most` tenants have their names as labels, and all others share one label."""
 
     most: int
     _known: dict[str, str] = field(default_factory=dict)
@@ -403,7 +400,7 @@ class TenantLabels:
         if label is None:
             if len(self._known) >= self.most:
                 return OTHERS
-            # Names come from settings and certificates, but the exposition is UTF-8.
+            # A name may come from a certificate and have no UTF-8 encoding, which the exposition needs.
             label = encodable(tenant)[:MAX_LABEL_CHARS]
             self._known[tenant] = label
         return label

@@ -13,7 +13,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 RECYCLED: Final = "recycled"
-"""The state of a ready context that is kept for the tenant that it served."""
+"""The state of a ready context that is kept for the tenant that it has served."""
 
 Values = Mapping[Labels, float]
 
@@ -22,8 +22,8 @@ Values = Mapping[Labels, float]
 class TenantTotals:
     """Sums over live leases and open regions, by card and tenant.
 
-    They may be added up over several turns of the broker's loop, because ten thousand leases take tens of milliseconds.
-    Each lease counts with its state at the time when it is added.
+    The leases may be added in several turns of the broker's loop, because ten thousand leases take tens of
+    milliseconds. Each counts with its state when it is added.
 
     Attributes:
         fenced: Numbers of fenced leases, by card.
@@ -55,19 +55,13 @@ class TenantTotals:
 class NodeFacts:
     """The node at one moment.
 
-    Attributes:
-        tenants: Sums over leases and regions.
-        pairs: Each pair of card and tenant that ever had a lease. Its gauges are 0 while it has none.
-        booked_bytes: Bytes that the lease table has booked for live leases, by card, at the same moment as `cards`.
-        stray_bytes: Used bytes that no process holds and that are not booked, by card, without cards that did not
-            answer.
-        busy_ratios: The part of the last second in which sessions used a card, by card, without cards that have no
-            session.
-        checks: The results of the readiness checks, by name.
-        park_host_bytes: Host memory that parked sessions hold, and its limit.
-        park_paces: The pace of parks, by card.
-        audit: The audit log's figures; None if there is no audit log.
-        fleet: The figures of the node's fleet; None if the node belongs to none.
+    Attributes: tenants: Sums over leases and regions. pairs: Each pair of card and tenant that ever had a lease.
+    Without a lease, its gauges are 0. booked_bytes: Bytes that the lease table has booked for live leases, by card,
+    read at the same moment as `cards`. stray_bytes: Used bytes that belong to no process and are not booked, by card.
+    Cards that did not answer are missing. busy_ratios: The fraction of the last second in which sessions used a card,
+    by card. Cards without a session are missing. checks: The results of the readiness checks, by name. park_host_bytes:
+    Host memory that parked sessions hold, and its limit. park_paces: The pace of parks, by card. audit: The audit log's
+    figures; None if there is no audit log. fleet: The figures of the node's fleet; None if the node belongs to none.
     """
 
     now_ns: int
@@ -102,15 +96,11 @@ class AuditFacts:
 class FleetFacts:
     """The figures of the node's fleet.
 
-    Attributes:
-        horizon_s: Seconds until claimed leases end unless a beat is acknowledged; negative once they have ended.
-        beats: Number of acknowledged beats.
-        fenced: How many times this node was found fenced.
-        placements: Claims of names by result.
-        quota_claims: Claims of quotas' bytes by result.
-        unreadable: Values in etcd that could not be read.
-        store_bytes: Size of the largest database of etcd's members; 0 if it is not known yet.
-        store_quota_bytes: etcd's limit on this size.
+    Attributes: horizon_s: Seconds until claimed leases end, unless a heartbeat is acknowledged; negative after their
+    end. beats: Number of acknowledged heartbeats. fenced: Number of times that the fleet declared this node dead.
+    placements: Claims of names by result. quota_claims: Claims of quotas' bytes by result. unreadable: Values in etcd
+    that could not be read. store_bytes: Size of the largest database of etcd's members; 0 if it is not known yet.
+    store_quota_bytes: etcd's limit on this size.
     """
 
     horizon_s: float
@@ -126,7 +116,7 @@ class FleetFacts:
 def gauges(facts: NodeFacts) -> dict[MetricFamily, Values]:
     """Return the values of every gauge, and of the counters of the audit log and the fleet.
 
-    Families that do not apply are empty.
+    Families of parts that the node does not have are empty.
     """
     return _of_tenants(facts) | _of_cards(facts) | _of_pool_and_line(facts) | _of_daemon(facts) | _of_fleet(facts.fleet)
 
@@ -134,7 +124,7 @@ def gauges(facts: NodeFacts) -> dict[MetricFamily, Values]:
 def _of_tenants(facts: NodeFacts) -> dict[MetricFamily, Values]:
     tenants = facts.tenants
     return {
-        # Each pair of card and tenant that ever had a value, even if it is 0 now.
+        # Include each pair of card and tenant that ever had a lease, even if its value is 0 now.
         families.REGIONS_ACTIVE: {pair: tenants.open_regions[pair] for pair in facts.pairs},
         families.REGIONS_BYTES: {pair: tenants.region_bytes[pair] for pair in facts.pairs},
         families.LEASES_ACTIVE: {pair: tenants.active[pair] for pair in facts.pairs},
@@ -153,7 +143,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         families.CARD_INFO: {(card.uuid, str(card.index), card.name): 1 for card in cards},
         families.CARD_CAPACITY_BYTES: {(card.uuid,): card.capacity_bytes for card in cards},
         families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
-        # A drained node grants nothing, however much is free. A drained card already reports 0.
+        # On a drained node nothing can be granted. A drained card already reports 0.
         families.CARD_AVAILABLE_BYTES: {
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
         },
@@ -164,8 +154,8 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         },
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},
-        # There are two kinds of leaks: the card's sum differs from the table's, or used bytes belong to no process.
-        # Leave out cards that did not answer, because no value is better than a wrong 0.
+        # Bytes are leaked if the card's sum differs from the table's, or if used bytes belong to no process. Leave out
+        # cards that did not answer, for which 0 would be wrong.
         families.LEAKED_BYTES: {
             (card.uuid,): abs(card.held_bytes - facts.booked_bytes.get(card.uuid, 0)) + facts.stray_bytes[card.uuid]
             for card in cards
@@ -188,17 +178,17 @@ POOL_STATES: Final = tuple(state.value for state in WarmState if state is not Wa
 
 
 def _state_of(context: WarmSnapshot) -> str:
-    # In the pool, a worker that is held counts as leaving its session.
+    # A held worker counts as one that is leaving its session.
     state = WarmState.DROPPING if context.state is WarmState.HELD else context.state
     return RECYCLED if context.is_recycled and state is WarmState.READY else state.value
 
 
 def _of_pool_and_line(facts: NodeFacts) -> dict[MetricFamily, Values]:
-    # A ready context that is kept for its tenant has a separate state, because other tenants can't use it.
+    # A recycled context has a state of its own, because only one tenant can use it.
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
-    # Include every state of every card, even if 0: a series that comes and goes is hard to alert on.
+    # Include every state of every card, even if it is 0, because alerts need series that do not disappear.
     states = [(card.uuid, state) for card in facts.cards for state in (*POOL_STATES, RECYCLED)]
-    # If nobody waits, the oldest has waited for 0 seconds.
+    # If no acquire waits, the longest wait is 0.
     oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
     return {
         families.WARM_CONTEXTS: {labels: contexts[labels] for labels in states},

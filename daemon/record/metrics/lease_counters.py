@@ -26,7 +26,7 @@ _OF_SESSIONS: Final = {family for added_to in families.SESSION_FAMILIES for fami
     families.SESSION_GPU_SECONDS,
     families.SESSION_HELD_BACK_SECONDS,
 }
-"""The families of which `LeaseCounters.worked` gets the increments."""
+"""The families that `LeaseCounters.worked` increases."""
 
 _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {
     families.IMAGE_MISMATCHES,
@@ -34,7 +34,7 @@ _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families}
     families.PARKED_AHEAD,
     families.PARKED_AHEAD_BYTES,
 }
-"""The families whose values are counts of facts. The families named here depend on more than a fact's kind."""
+"""The families that count facts. Those named here depend on more than a fact's kind."""
 
 _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
@@ -77,7 +77,7 @@ class LeaseCounters:
         self.counters: dict[MetricFamily, Counts] = {family: counts() for family in _COUNTED}
         self.histograms: dict[MetricFamily, Histogram] = {family: Histogram(family) for family in _MEASURED}
         self.pairs: dict[Labels, None] = {}
-        # The number of labels is limited for all cards and tenants together.
+        # The number of combinations of cards and tenants is limited.
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
         # Counters of cards exist from the start, because their labels are known.
         for uuid in cards:
@@ -101,18 +101,18 @@ class LeaseCounters:
         try:
             for fact in facts:
                 row = fact.kind.row
-                # A region is part of its lease, so the counters of leases do not count regions.
+                # Regions have counters of their own.
                 is_region = fact.lease is not None and fact.lease.parent_id != 0
                 for family in row.of_regions if is_region else row.counts:
                     self._count(family, fact)
-                # The end counts as the end of a life only if the lease had been granted, which sets `began_ns`.
+                # `began_ns` is set if the lease had been granted.
                 if fact.times.began_ns is not None:
                     for family in row.lives_of_regions if is_region else row.counts_lives:
                         self._count(family, fact)
                 if (measure := self._measures.get(fact.kind)) is not None:
                     measure(fact, is_region)
         except Exception:
-            # This is a bug of ours: the effects of later events must still be executed.
+            # Log a bug instead of raising, because the event's effects must still be executed.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {[fact.kind.name for fact in facts]}")
 
     def refused(self, operation: str, reason: str) -> None:
@@ -126,9 +126,9 @@ class LeaseCounters:
             self._observe(families.FORWARD_TOLD_SECONDS, (status,), told_after_ns)
 
     def worked(self, pair: Labels, increments: Iterable[tuple[MetricFamily, float]]) -> None:
-        """Add the work of a card's and a tenant's sessions since the last call."""
+        """Add the work since the last call of a tenant's sessions on a card."""
         for family, increment in increments:
-            # A family of cards counts all tenants of a card together.
+            # A family with only the card as its label counts all tenants together.
             self.counters[family][pair[: len(family.labels)]] += increment
 
     def pair(self, lease: LeaseSnapshot) -> Labels:
@@ -147,7 +147,7 @@ class LeaseCounters:
         labels = (card_uuid, self._tenants.of(tenant))
         if labels not in self.pairs:
             self.pairs[labels] = None
-            # A rate needs a value before the first event.
+            # Start each series at 0, because a rate needs a value before the first event.
             for family in _OF_PAIRS:
                 self.counters[family][labels] = 0.0
         return labels
@@ -158,7 +158,7 @@ class LeaseCounters:
         """Add to the family's series for the fact, if the fact has the family's labels."""
         if family.labels == families.DENIED:
             request = None if fact.request is None else REQUESTS.get(type(fact.request.event))
-            # Denials of the daemon's own requests are not counted, because the label is an operation of a peer.
+            # Denials of the daemon's own requests have no operation for the label, so they are not counted.
             if request is not None:
                 self.refused(request.opcode.name.lower(), fact.source.denial.reason.value)
         elif family.labels == families.CARD:
@@ -206,7 +206,7 @@ class LeaseCounters:
         lease, times = fact.lease, fact.times
         if lease is None:
             return
-        # A fenced lease ended without proof, so it has a lifetime but no reclaim time.
+        # A fenced lease has a lifetime. It has no reclaim time, because its bytes were not proved free.
         is_proved = fact.kind is FactKind.ENDED and times.over_ns is not None
         if is_region:
             if is_proved and times.began_ns is not None and times.cause is not None:
@@ -215,7 +215,8 @@ class LeaseCounters:
         if is_proved:
             self._observe(families.RECLAIM_SECONDS, (lease.card_uuid,), fact.now_ns - (times.over_ns or 0))
         if times.began_ns is not None:
-            # If no work was refused, as for a lease of an earlier daemon, the lease lasted until this fact.
+            # If the time of the refusal is unknown, as for a lease of an earlier daemon, the lease lasted until this
+            # fact.
             over_ns = fact.now_ns if times.over_ns is None else times.over_ns
             self._observe(families.LEASE_SECONDS, self.pair(lease), over_ns - times.began_ns)
 
