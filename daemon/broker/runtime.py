@@ -100,7 +100,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
-from gpulease.daemon.record.lease_facts import FactKind
+from gpulease.daemon.record.lease_facts import Fact, FactKind
 from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
@@ -216,6 +216,7 @@ class Runtime:
         self._one_settled = asyncio.Event()
         # Number of kills that wait until the journal has decided about their records.
         self._kills_to_record = 0
+        self._is_watching = False
         self._is_stopped = False
         self._pending = PendingRequests(self.journal, self.recorder, self.note_refusal, self._one_settled.set)
         self.claimed_acquires = ClaimedAcquires(table, lambda: self.claims, self.post, self._refuse)
@@ -228,9 +229,10 @@ class Runtime:
         """Connect each part to the receivers of its events."""
         self.recorder.attach(self.post)
         self.journal.observe(self.table, self.workers.pid, self.post)
-        # The memory of a warm context that is ready is measured before the table learns that it is ready.
-        self.workers.deliver_to(self._recycler.deliver)
-        self.workers.set_memory_listeners(self._memory_monitor.poll, self._recycler.on_scrubbed)
+        self.workers.deliver_to(self.post)
+        self.workers.set_memory_listeners(
+            self._memory_monitor.poll, self._recycler.on_fresh, self._recycler.on_scrubbed
+        )
         self.workers.set_region_listener(self._regions.on_message)
         self.workers.set_park_listener(self._parks.on_message)
         on_guest_answered = partial(self.tokens.on_guest_answered, self.journal)
@@ -271,8 +273,7 @@ class Runtime:
         self._use_records.start()
         # Step 4: watch the workers that were taken over. Those started later start the watch themselves.
         if self.workers.serving():
-            self._watchdog.start()
-            self._memory_monitor.start()
+            self._watch_workers()
         if self.table.parking.snapshots():
             self._parks.start()
 
@@ -423,7 +424,8 @@ class Runtime:
         effects = self.table.handle(event, now_ns)
         # Write journal and audit log before the effects are executed: a peer must not see an effect that they lack.
         self.journal.on_event(event, effects)
-        if facts := self.history.on_event(event, effects, now_ns):
+        facts = self.history.on_event(event, effects, now_ns)
+        if facts:
             self.recorder.on_facts(facts)
         # Execute in order: RefuseWork comes before KillWorker, and SetDeadline before Granted.
         executors = self._executors
@@ -434,20 +436,16 @@ class Runtime:
                 # This is a bug of ours. The remaining effects, perhaps another tenant's, must still be executed. If
                 # an effect of a lease is missing, its timers end the lease.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
-        # Log and count after the effects, one of which may be a reply that a client waits for.
+        self._report(event, effects, facts)
+
+    def _report(self, event: Event, effects: list[Effect], facts: Sequence[Fact]) -> None:
+        """Log, count and publish an event, after its effects: one may be a reply that a client waits for."""
         if facts:
             self.recorder.log_facts()
             self.metrics.counters.on_facts(facts)
-            for fact in facts:
-                if fact.kind in _NEW_SESSIONS:
-                    self.card_times.members_changed()
-                    break
-        if isinstance(event, TenantRulesChanged):
+        if isinstance(event, TenantRulesChanged) or any(fact.kind in _NEW_SESSIONS for fact in facts):
             self.card_times.members_changed()
         # Notify subscribers last, when everything has happened.
-        self._publish(effects)
-
-    def _publish(self, effects: list[Effect]) -> None:
         try:
             self.publisher.on_effects(effects)
         except Exception:
@@ -566,10 +564,15 @@ class Runtime:
 
     # Workers.
 
+    def _watch_workers(self) -> None:
+        """Start the monitors of all workers, with the first one."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._watchdog.start()
+            self._memory_monitor.start()
+
     def _spawn_worker(self, effect: SpawnWorker | RestartWorker) -> None:
-        # The first worker starts the watchdog; later calls do nothing.
-        self._watchdog.start()
-        self._memory_monitor.start()
+        self._watch_workers()
         if effect.terms.is_parkable:
             self._parks.start()
         spec = lease_worker_spec(effect, self._source.allowance_bytes)
@@ -616,7 +619,7 @@ class Runtime:
         self.workers.spawn(submit_worker_spec(effect, self._source.allowance_bytes))
 
     def _spawn_warm_context(self, effect: WarmUp) -> None:
-        self._watchdog.start()
+        self._watch_workers()
         self.workers.spawn(WorkerSpec(effect.warm_id, effect.card_uuid, 0, is_shared=False))
 
     def _rename_worker(self, effect: RenameWorker) -> None:

@@ -7,7 +7,7 @@ tenant can repeat at will are limited for each tenant and event. Omitted events 
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
@@ -57,8 +57,8 @@ class LeaseLog(FactRecorder):
         self._limited = _LimitedLog()
         # Workers' process ids, by lease. The line about a worker's end needs the id after `pid_of` has forgotten it.
         self._pids: dict[int, int] = {}
-        # The last event's facts and their lines, until `log_facts`.
-        self._unlogged: tuple[Sequence[Fact], Sequence[_Line | None]] | None = None
+        # The last event's facts until `log_facts`, and the entries that were recorded, by the number of the fact.
+        self._unlogged: tuple[Sequence[Fact], Mapping[int, Entry | None]] | None = None
 
     # --- events ---
 
@@ -75,30 +75,26 @@ class LeaseLog(FactRecorder):
         The caller must then call `log_facts`, which may be after the effects.
         """
         self.log_facts()
-        lines: list[_Line | None] = []
-        keeps_records = self._inner.keeps_records
+        entries: dict[int, Entry | None] = {}
+        self._unlogged = facts, entries
+        if not self._inner.keeps_records:
+            return
         try:
-            for fact in facts:
-                event = _RECORDED.get(fact.kind)
-                level = 0 if event is None else _level_of(fact, event)
-                # Make the entry even if only a log line is needed, because the line has the record's particulars.
-                is_line = event is not None and is_logged(event, level)
-                entry = entry_of(fact) if keeps_records or is_line else None
+            for number, fact in enumerate(facts):
+                entries[number] = entry = entry_of(fact)
                 if entry is not None:
                     self._inner.record(entry, fact.now_ns)
-                lines.append((event, level, *entry) if is_line and event and entry is not None else None)
         except Exception:
             # A bug here must not stop the log, or the effects that follow.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what happened to a lease")
-        self._unlogged = facts, lines
 
     def log_facts(self) -> None:
         """Log the facts of the last `on_facts`, unless they are logged. Other methods call this before they log."""
         if self._unlogged is None:
             return
-        (facts, lines), self._unlogged = self._unlogged, None
+        (facts, entries), self._unlogged = self._unlogged, None
         try:
-            self._log_facts(facts, lines)
+            self._log_facts(facts, entries)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="logging what happened to a lease")
 
@@ -217,13 +213,13 @@ class LeaseLog(FactRecorder):
 
     # --- facts ---
 
-    def _log_facts(self, facts: Sequence[Fact], lines: "Sequence[_Line | None]") -> None:
+    def _log_facts(self, facts: Sequence[Fact], entries: Mapping[int, Entry | None]) -> None:
         """Log requests and workers first, then the recorded facts, then the rest."""
-        # First pass: requests and workers, then records. If making a line failed, `lines` is shorter than `facts`.
+        # First pass: requests and workers, then records.
         for number, fact in enumerate(facts):
             kind = fact.kind
             if kind in _RECORDED:
-                self._log_entry(fact, lines[number] if number < len(lines) else None)
+                self._log_entry(fact, number, entries)
             elif kind is FactKind.REQUESTED:
                 self._log_request(fact)
                 self._log_queued(fact, facts)
@@ -278,13 +274,19 @@ class LeaseLog(FactRecorder):
     def _log_scrub(self, fact: Fact) -> None:
         self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
 
-    def _log_entry(self, fact: Fact, line: "_Line | None") -> None:
+    def _log_entry(self, fact: Fact, number: int, entries: Mapping[int, Entry | None]) -> None:
         # Remember the process id for a later line about the worker's end, even if nothing is logged now.
         if fact.kind.row.has_worker and (pid := self._pid_of(fact.lease_id)):
             self._pids[fact.lease_id] = pid
-        if line is None:
+        event = _RECORDED[fact.kind]
+        level = _level_of(fact, event)
+        if not is_logged(event, level):
             return
-        event, level, kind, particulars = line
+        # The line has the record's particulars, so make an entry even if nothing was recorded.
+        entry = entries[number] if number in entries else entry_of(fact)
+        if entry is None:
+            return
+        kind, particulars = entry
         fields = _fields_of(kind, particulars)
         if fact.kind.row.has_worker:
             fields["worker_pid"] = self._pids.get(fact.lease_id)
@@ -351,10 +353,6 @@ class LeaseLog(FactRecorder):
         if is_logged(event):
             self.log_facts()
             self._limited.log(event, tenant, lease_id, fields)
-
-
-_Line = tuple[LogEvent, int, RecordKind, Particulars]
-"""The log event, level, kind and particulars of a fact that has an audit record."""
 
 
 _FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {

@@ -534,23 +534,9 @@ class Recycler:
         self._post = post
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def deliver(self, event: Event) -> None:
-        """Post a worker's event: at once, or once its warm context was measured."""
-        if not self.holds_back(event):
-            self._post(event)
-
-    def holds_back(self, event: Event) -> bool:
-        """Return whether to delay an event because a warm context's memory must be measured before its first lease."""
-        # Measure only fresh warm contexts: they have run nothing, so their figure is the baseline.
-        if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
-            return False
-        worker = self._workers.worker(event.worker_id)
-        if not self._workers.wipes_heap or worker is None or worker.is_measured:
-            return False
-        # Set this before the poll, so that a second Ready does not start a second poll.
-        worker.is_measured = True
-        self._start(self._measure(worker, event))
-        return True
+    def on_fresh(self, worker: Worker) -> None:
+        """Measure a warm context that has run nothing, as the baseline for later scrubs, and post `WorkerReady`."""
+        self._start(self._measure(worker))
 
     def scrub(self, lease_id: int) -> None:
         """Order a worker to scrub its context; `WorkerScrubbed` follows unless it does not answer."""
@@ -585,12 +571,13 @@ class Recycler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _measure(self, worker: Worker, ready: WorkerReady) -> None:
+    async def _measure(self, worker: Worker) -> None:
+        lease_id = worker.spec.lease_id
         # A context that can't be measured serves one lease, and is not scrubbed.
         with contextlib.suppress(*POLL_ERRORS):
             card_uuid, pid = worker.spec.card_uuid, worker.pid
             worker.own_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
-        self._post(ready)
+        self._post(WorkerReady(lease_id))
 
     async def _prove(self, worker: Worker, lease_id: int, doubt: str) -> None:
         if not doubt:

@@ -110,6 +110,7 @@ class Workers:
         # Until the `set_...` methods are called, the only workers are those of the start-up, which run nothing.
         self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
+        self._on_fresh: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
         self._on_connections: Callable[[int], None] = lambda lease_id: None
         self._on_guest: Callable[[int, int, bool], None] = lambda *_: None
@@ -126,16 +127,21 @@ class Workers:
         self._deliver = deliver
 
     def set_memory_listeners(
-        self, on_growth: Callable[[int], None], on_scrub: Callable[[Worker, str, int], None]
+        self,
+        on_growth: Callable[[int], None],
+        on_fresh: Callable[[Worker], None],
+        on_scrub: Callable[[Worker, str, int], None],
     ) -> None:
         """Set the callbacks about workers' memory.
 
         Args:
             on_growth: Called with a lease if its context may have grown.
+            on_fresh: Called with a warm worker that is ready and whose memory must be measured before its first lease;
+              must post its `WorkerReady`.
             on_scrub: Called with a worker that was scrubbed, the reason if it is not clean ("" if it is), and the bytes
               that it still counts as its own.
         """
-        self._on_growth, self._on_scrubbed = on_growth, on_scrub
+        self._on_growth, self._on_fresh, self._on_scrubbed = on_growth, on_fresh, on_scrub
 
     def set_connection_listeners(
         self, on_connections: Callable[[int], None], on_guest: Callable[[int, int, bool], None]
@@ -447,6 +453,15 @@ class Workers:
         if worker.is_killed:
             worker.kill()
         if worker.is_ready:
+            self._post_ready(worker)
+
+    def _post_ready(self, worker: Worker) -> None:
+        # Only contexts that are scrubbed between leases need the measurement, and only before their first lease. Set
+        # the mark first, so that a second Ready does not start a second one.
+        if self.wipes_heap and worker.spec.is_warm and not worker.is_measured:
+            worker.is_measured = True
+            self._on_fresh(worker)
+        else:
             self._post(WorkerReady(worker.spec.lease_id))
 
     def _on_reaped(self, zygote: ZygoteClient, reaped: WorkerReaped) -> None:
@@ -495,7 +510,7 @@ class Workers:
                 if worker.pid:
                     # Wait for the pid, because without it its bytes could not be distinguished from others'. The zygote
                     # sends it at once.
-                    self._post(WorkerReady(lease_id))
+                    self._post_ready(worker)
             case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
             case (

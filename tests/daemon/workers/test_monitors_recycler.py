@@ -47,7 +47,7 @@ def test_a_card_that_can_not_be_asked(error: Exception) -> None:
         worker, theirs = Worker.create(spec, cast(ZygoteClient, None))
         posted: list[Event] = []
         recycler = Recycler(cast(CardSource, MadeCards(error)), cast(Workers, MadeWorkers(worker)), posted.append)
-        recycler.deliver(WorkerReady(FIRST_WARM_ID))
+        recycler.on_fresh(worker)
         assert posted == [], "it is weighed first"
         await settled()
         assert posted == [WorkerReady(FIRST_WARM_ID)]
