@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Final, Protocol
 
-from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens
@@ -86,7 +85,6 @@ class Caller:
     runtime: Runtime
     connection: ClientConnection
     tokens: ConnectionTokens
-    tracker: ConnectionTracker
     driver: str
     acquired: set[int] = field(default_factory=set)
 
@@ -114,7 +112,7 @@ class Caller:
         """Count the connection as one of the lease's until it closes."""
         # A connection that has closed by now would keep the lease connected forever.
         if self.connection.is_open:
-            self.tracker.hold(lease_id, self.connection)
+            self.runtime.connections.hold(lease_id, self.connection)
 
     def note_acquired(self, lease_id: int) -> None:
         """Record a grant on this connection if its peer has no proven identity: such a peer may list only these."""

@@ -78,7 +78,7 @@ class RequestDispatcher:
         self._connection = connection
         # One caller for all handlers: the peer, its tokens, and the leases that it holds.
         tokens = ConnectionTokens(runtime.tokens, connection.peer)
-        self._caller = Caller(runtime, connection, tokens, runtime.connections, driver)
+        self._caller = Caller(runtime, connection, tokens, driver)
         self._handlers: dict[Callable[[Caller], Any], Any] = {}
 
     def handler(self, kind: Callable[[Caller], H]) -> H:

@@ -87,7 +87,6 @@ class Connection:
             runtime,
             cast(ClientConnection, self),
             ConnectionTokens(runtime.tokens, self.peer),
-            runtime.connections,
             "cpu",
         )
         self._handler = LeaseHandler(self.caller)
