@@ -449,7 +449,6 @@ class AttachmentCleanUp(CleanUp):
     """The connection of a session that an interrupted call was opening. Giving it back closes it."""
 
     def __init__(self, attachment: Attachment) -> None:
-        super().__init__()
         self._attachment = attachment
 
     def _give_back(self) -> Procedure[None]:

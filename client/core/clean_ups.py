@@ -30,9 +30,8 @@ class CleanUp:
         is_settled: Whether nothing remains to be done: the program has the object, or it was released.
     """
 
-    def __init__(self) -> None:
-        self.is_due = False
-        self.is_settled = False
+    is_due = False
+    is_settled = False
 
     def settle(self) -> Procedure[None]:
         """Release the object if that is due. Raises only an interrupt, after which the release is due again."""

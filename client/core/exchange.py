@@ -257,7 +257,6 @@ class GrantCleanUp(CleanUp):
             channel: The connection, if it exists already.
             made: The reply's body, if the lease exists already.
         """
-        super().__init__()
         self.channel = channel
         self.number = 0
         self.made = made

@@ -785,7 +785,6 @@ class ReplyCleanUp(CleanUp):
     """
 
     def __init__(self, lease: LeaseHandle) -> None:
-        super().__init__()
         self.lease = lease
         self.made: Any = None
         self._channel: Channel | None = None
