@@ -226,7 +226,7 @@ class InvalidHandle(OperationFailed):
 class LoadFailed(OperationFailed):
     """A module did not compile or load; `log` and `line` say why."""
 
-    default_hint = "See `.log` for the compiler's output and `.line` for the PTX line"
+    default_hint = "See `.log` for the compiler's whole output, and `.line` for the line of the source that it names"
 
     @property
     def log(self) -> str:
@@ -235,7 +235,7 @@ class LoadFailed(OperationFailed):
 
     @property
     def line(self) -> int:
-        """The line of the PTX source that the log names, from 1; 0 if it names none."""
+        """The line of the source (CUDA C, or PTX) that the log names, from 1; 0 if it names none."""
         return self.failure.line
 
 

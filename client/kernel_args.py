@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, Self, get_args
 from gpulease.client.array_layout import ArrayView
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer
+from gpulease.client.memory_views import view_of
 from gpulease.client.texts import quoted
 from gpulease.protocol.opcodes import ParameterType
 
@@ -181,8 +182,8 @@ class KernelArgs:
         Raises InvalidRequest if there are none.
         """
         try:
-            raw = bytes(memoryview(data))
-        except TypeError:
+            raw = bytes(view_of(data))
+        except (TypeError, ValueError):
             raise self._misfit(data, "bytes") from None
         if not raw:
             raise InvalidRequest(f"argument {len(self.kinds)} must be at least one byte, not none")
@@ -314,7 +315,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     """Pack a number whose type has a size (numpy, ctypes), or return None. Raises InvalidRequest for an array."""
     try:
         # numpy and ctypes scalars have the buffer protocol, which gives size and kind.
-        view = memoryview(value)
+        view = view_of(value)
     except (TypeError, ValueError):
         return None
     if view.ndim:
@@ -357,8 +358,11 @@ def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str
         raise LaunchFailed(
             f"argument {index} is a Python float, but the kernel's parameter is {declared.text}", MATCH_HINT
         )
+    # A C compiler declares its signed integers, such as int and char, as unsigned in PTX.
+    if value < 0 and kind.startswith("u") and declared is not ParameterType.POINTER:
+        kind = kind.replace("u", "i")
     try:
-        return kind, struct.pack(layout, value)
+        return kind, struct.pack(_PACKED_AS[kind], value)
     except (struct.error, OverflowError):
         raise InvalidRequest(f"argument {index}: {quoted(value)} does not fit the parameter, {declared.text}") from None
 

@@ -1,9 +1,47 @@
 """Flat views of memory that a program passes for copying: of bytes, arrays, or any buffer."""
 
 import ctypes
-from typing import Any
+import re
+from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
+
+# A field's name in the format of a record (PEP 3118): `T{i:a:f:b:}` has the fields a and b.
+_FIELD_NAME: Final = re.compile(":[^:]*:")
+
+
+def view_of(data: Any) -> memoryview:
+    """Return a view of any buffer, and of numpy arrays of every type except objects.
+
+    Python's buffers can't describe elements such as bfloat16 and datetime64: they are viewed as raw bytes of their
+    size.
+
+    Raises TypeError or ValueError if `data` is no such buffer. A buffer of Python objects is refused, because its bytes
+    are addresses in this process, and a copy into it would make the process use addresses that the card chose.
+    """
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError):
+        size = getattr(getattr(data, "dtype", None), "itemsize", None)
+        if not isinstance(size, int) or not callable(getattr(data, "view", None)):
+            raise
+        return memoryview(data.view(f"V{size}"))
+    # Almost every format is one letter. Only a record's names may contain others.
+    if "O" in view.format and "O" in _FIELD_NAME.sub("", view.format):
+        raise TypeError("Python objects can't be copied to or from the card")
+    return view
+
+
+def flat_view(data: Any) -> memoryview:
+    """Return a C-contiguous buffer's bytes in place. Raises TypeError or ValueError for anything else.
+
+    It costs little, so that the copies of common buffers can try it first. `readable_bytes` and `writable_bytes` accept
+    more, and report mistakes.
+    """
+    view = memoryview(data)
+    if "O" in view.format:
+        raise TypeError("this may be a buffer of Python objects")
+    return view.cast("B")
 
 
 def readable_bytes(data: Any, operation: str) -> memoryview:
@@ -16,7 +54,7 @@ def readable_bytes(data: Any, operation: str) -> memoryview:
     Raises InvalidRequest.
     """
     try:
-        view = memoryview(data)
+        view = view_of(data)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{operation}: the data must be a buffer of bytes: {error}") from None
     # Copying a buffer that is not contiguous is allowed, because it will only be read.
@@ -34,7 +72,7 @@ def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
     Raises InvalidRequest.
     """
     try:
-        view = memoryview(into)
+        view = view_of(into)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{operation}: `into` must be a buffer of bytes: {error}") from None
     if view.readonly:

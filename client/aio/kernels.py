@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from gpulease.client.aio.arrays import Array, make
 from gpulease.client.aio.modules import Module
@@ -10,7 +10,13 @@ from gpulease.client.aio.streams import Stream
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionView
-from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, NOTHING_LAUNCHED, CompiledKernel, FunctionKernel
+from gpulease.client.kernels.prepared_launch import (
+    MAX_VARIANTS,
+    NOTHING_LAUNCHED,
+    CompiledKernel,
+    FunctionKernel,
+    configuration_missing,
+)
 from gpulease.client.kernels.toolchain import checked_version
 
 
@@ -36,6 +42,10 @@ class Kernel:
     def __getitem__(self, place: Any) -> "KernelInPlace":
         # Nothing is compiled yet: the types of the arguments are known only at the call.
         return KernelInPlace(self, place)
+
+    def __call__(self, *args: Any, **keywords: Any) -> NoReturn:
+        """Refuse a call without brackets: a launch needs its configuration. Raises LaunchFailed."""
+        raise configuration_missing(self._kernel.name)
 
     async def launch(
         self,

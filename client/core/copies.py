@@ -18,7 +18,7 @@ from gpulease.client.core.streams import StreamHandle, Streams
 from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
-from gpulease.client.memory_views import readable_bytes, writable_bytes
+from gpulease.client.memory_views import flat_view, readable_bytes, writable_bytes
 from gpulease.client.texts import quoted
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_prefix, pack_quiet_write
@@ -88,7 +88,7 @@ class Copies(CopyCommands):
             and stream is None
         ):
             try:
-                view = memoryview(data).cast("B")
+                view = flat_view(data)
                 if 0 < len(view) <= attachment.quiet_bytes and 0 <= offset <= buffer.size_bytes - len(view):
                     # The frame is queued; a worker's failure is reported with a later reply.
                     connection = attachment.connection
@@ -212,7 +212,7 @@ class Copies(CopyCommands):
             and not self._streams.selected
         ):
             try:
-                view = memoryview(into).cast("B")
+                view = flat_view(into)
                 if not view.readonly and len(view) >= nbytes:
                     return self._small_read.ask(buffer.handle, offset, view[:nbytes])
             except (TypeError, ValueError, struct.error):

@@ -14,6 +14,7 @@ from gpulease.client.core.waits import MaybePending
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
+from gpulease.client.memory_views import view_of
 from gpulease.client.texts import kernel_name, quoted
 from gpulease.protocol import Failure, Opcode, ProtocolError, Status
 from gpulease.protocol.errors import FramingError
@@ -512,8 +513,8 @@ def _raw(
             f"launch of {quoted(kernel)}: arguments that are raw bytes need arg_sizes, the size of each argument"
         )
     try:
-        return bytes(memoryview(args)), tuple(size.__index__() for size in arg_sizes), ()
-    except (TypeError, AttributeError):
+        return bytes(view_of(args)), tuple(size.__index__() for size in arg_sizes), ()
+    except (TypeError, ValueError, AttributeError):
         raise InvalidRequest(
             f"launch of {quoted(kernel)}: the arguments must be KernelArgs, a list, or bytes with arg_sizes"
         ) from None

@@ -17,7 +17,7 @@ from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import BoundParameter, KernelArgs, ParameterName
-from gpulease.client.memory_views import readable_bytes, writable_bytes
+from gpulease.client.memory_views import readable_bytes, view_of, writable_bytes
 from gpulease.protocol import Opcode
 from gpulease.protocol.fastpath import ARENA_COPY, mem_write_prefix
 from gpulease.protocol.framing import HEADER_BYTES
@@ -166,7 +166,7 @@ class Recording(LaunchCommands, CopyCommands):
             return
         # Each launch of the graph copies mutable memory again, from the arena. Immutable bytes become part of the
         # graph.
-        if not memoryview(data).readonly:
+        if not view_of(data).readonly:
             self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
         elif len(view) > MAX_WRITE_BYTES:
             raise InvalidRequest(
@@ -222,7 +222,7 @@ class Recording(LaunchCommands, CopyCommands):
         arena, place = self._attachment.arena, None
         if arena is not None:
             try:
-                place = arena.offset_of(memoryview(data))
+                place = arena.offset_of(view_of(data))
             except (TypeError, ValueError):
                 place = None  # not contiguous
         if place is None:

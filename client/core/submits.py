@@ -21,7 +21,7 @@ from gpulease.client.core.lease_request import milliseconds, whole
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
-from gpulease.client.memory_views import readable_bytes
+from gpulease.client.memory_views import readable_bytes, view_of
 from gpulease.client.texts import kernel_name, quoted
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
@@ -96,8 +96,8 @@ class SubmissionBase:
         """
         try:
             # A scalar's buffer has no dimensions; any other buffer is a sequence of bytes.
-            is_value = memoryview(data).ndim == 0
-        except TypeError:
+            is_value = view_of(data).ndim == 0
+        except (TypeError, ValueError):
             hint = "Numbers need a size: np.uint32(n), or .args(KernelArgs().push_u32(n))"
             raise InvalidRequest(f"arg: it must be bytes, or a number with a size, not {quoted(data)}", hint) from None
         return self.args([data]) if is_value else self._push(ArgumentKind.INPUT, data)

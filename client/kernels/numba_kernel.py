@@ -92,10 +92,11 @@ class NumbaKernel:
         try:
             # Import numba only here, because that takes seconds, and most programs do not need it.
             import numba
+            import numba.cuda.core  # only numba-cuda, NVIDIA's package, has it; numba alone has an older compiler
             from numba import cuda
             from numba.core import sigutils
-        except ImportError:
-            raise missing("Numba", "numba") from None
+        except ImportError as error:
+            raise missing("numba-cuda" if "numba.cuda" in str(error) else "Numba", "numba") from None
         self._numba, self._cuda, self._types = numba, cuda, numba.types
         # Take the Python function inside the decorated object, which numba compiles for another target.
         self.function: Any = getattr(function, "py_func", function)

@@ -64,6 +64,9 @@ class PreparedLaunch:
 class FunctionKernel(Protocol):
     """A Python function for one of the compilers."""
 
+    name: str
+    """The function's name."""
+
     def prepared(self, place: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> PreparedLaunch:
         """Compile for the types of a call's arguments, unless that was done before, and pack the arguments.
 
@@ -90,3 +93,9 @@ def launch_failed(name: str, reason: str, hint: str = "") -> LaunchFailed:
     """
     message = f"launch of {name!r}: {reason}"
     return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=name))
+
+
+def configuration_missing(name: str) -> LaunchFailed:
+    """Return the error for a call of a kernel without brackets."""
+    hint = "Write kernel[blocks, threads](...) for a function of numba's, and kernel[grid](...) for one of Triton's"
+    return launch_failed(name, "the launch configuration is missing", hint)

@@ -1,3 +1,4 @@
+import ctypes
 import struct
 from collections.abc import Callable
 from typing import Any, cast
@@ -121,12 +122,31 @@ def test_a_number_of_python_s_takes_the_type_that_is_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "value", "packed"),
+    [(T.U8, -3, "<b"), (T.U16, -3, "<h"), (T.U32, -1, "<i"), (T.U32, -(2**31), "<i"), (T.U64, -5, "<q")],
+)
+def test_a_negative_number_fits_what_a_c_compiler_declares_for_a_signed_integer(
+    told: T, value: int, packed: str
+) -> None:
+    assert pack_listed([value], [told]).data == struct.pack(packed, value)
+
+
+@pytest.mark.parametrize("value", [np.array(None), ctypes.py_object("text")], ids=["numpy", "ctypes"])
+def test_a_reference_to_a_python_object_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a kernel can't take"):
+        pack_listed([value])
+    with pytest.raises(InvalidRequest, match="bytes"):
+        KernelArgs().push_raw(value)
+
+
+@pytest.mark.parametrize(
     ("value", "told", "words"),
     [
         (7, T.UNTOLD, r"7 has no size.*np\.uint32\(7\)"),
         (7, T.B32, r"7 has no size, and the parameter, \.b32, has no single type"),
         (2.5, T.UNTOLD, r"np\.float32\(2\.5\)"),
-        (-1, T.U32, r"-1 does not fit the parameter, \.u32"),
+        (-(2**31) - 1, T.U32, r"-2147483649 does not fit the parameter, \.u32"),
+        (-1, T.POINTER, r"-1 does not fit the parameter"),
         (1e300, T.F32, r"does not fit the parameter, \.f32"),
         ("text", T.U32, r"a kernel can't take 'text'"),
         (None, T.UNTOLD, r"a kernel can't take None"),

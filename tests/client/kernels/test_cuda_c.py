@@ -37,6 +37,7 @@ def test_a_wrong_source_s_error_has_line_and_log(daemon: Daemon) -> None:
         with pytest.raises(LoadFailed, match=r"kernel.cu\(2\): error.*undefined") as caught:
             session.compile("__global__ void f() {\n  missing = 1; }")
         assert caught.value.line == 2
+        assert "PTX" not in str(caught.value), "the line is one of the source that was compiled"
         assert "1 error detected" in caught.value.log
         session.sync()
 

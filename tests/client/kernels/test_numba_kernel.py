@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -297,3 +299,21 @@ def test_what_is_no_kernel(session: Any) -> None:
         session.kernel(add_to, {"x": "*fp32"})
     with pytest.raises(Unsupported, match="'link'"):
         session.kernel(cuda.jit(link=["other.ptx"])(weigh))
+
+
+def test_a_call_without_brackets_is_refused(session: Any) -> None:
+    with pytest.raises(LaunchFailed, match=r"'add_to': the launch configuration is missing.*kernel\[blocks, threads\]"):
+        session.kernel(add_to)(session.zeros(4, np.float32), 1.0)
+
+
+def test_numba_without_numba_cuda_is_reported_with_the_extra() -> None:
+    """Numba's own folder `cuda`, without the package numba-cuda, has an older compiler."""
+    program = (
+        "import sys\n"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'numba_cuda' not in type(finder).__module__]\n"
+        "sys.modules.update({'numba.cuda.core': None})\n"
+        "from gpulease.client.kernels.numba_kernel import NumbaKernel\n"
+        "NumbaKernel(lambda x: None)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "Unsupported: numba-cuda is not installed. In gpulease's folder: pip install '.[numba]'" in ran.stderr
