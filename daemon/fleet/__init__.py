@@ -1,6 +1,5 @@
-"""A fleet of nodes on etcd: names that at most one node serves, epochs, and the fleet's membership.
+"""A fleet of nodes on etcd: membership, names that at most one node serves, and quotas.
 
-The state is in etcd. Only the fleet process of each node (`gpulease.daemon.fleet`) connects to it; broker, workers and
-tenants never do. `rules` decides, from events and the time; `etcd` is the client; `directory` answers tenants with the
-nodes to ask.
+The fleet's state is in etcd, to which only each node's fleet process and the directories connect. `rules` has the
+decisions as pure functions, `etcd` the client, and `directory` the process that tells tenants which nodes have room.
 """

@@ -1,7 +1,7 @@
-"""`python -m gpulease.daemon.fleet CHANNEL_FD PARENT_PID SANDBOX`: the broker starts it.
+"""The fleet process: `python -m gpulease.daemon.fleet CHANNEL_FD PARENT_PID SANDBOX`, which the broker starts.
 
-The process parses etcd's answers, so it runs in the workers' sandbox, but may connect to etcd's ports. The broker opens
-its certificate files.
+The process parses etcd's answers, so it runs in the workers' sandbox. It may connect only to etcd's ports. The broker
+opens the certificate files and sends the descriptors.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from gpulease.daemon.sandbox.trial import prepare
 from gpulease.imports import end_imports
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
-"""Limit on the process's private memory, so that etcd's answers can't make it grow without end. An honest process uses
-about 80 MiB, and 8 MiB of addresses for each of gRPC's threads; hosts with many cores have more threads."""
+"""Maximum private memory of the process in bytes, whatever etcd answers. The process normally uses about 80 MiB, and 8
+MiB of addresses for each of gRPC's threads. Hosts with more cores have more threads."""
 
 DNS_PORT: Final = 53
 
 RESOLVER: Final = Path("/etc/resolv.conf")
 
 RANDOM: Final = Path("/dev/urandom")
-"""gRPC's library reads this device for its random numbers, and ends the process where it can't."""
+"""gRPC's library reads random numbers from this device, and ends the process if it can't."""
 
 _LIBRARIES: Final = tuple(map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64")))
 """Folders of the C library, which loads its name resolution modules at the first look-up."""
@@ -56,10 +56,10 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     set_name("gpul-fleet")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     go_on_logging("fleet", reopens=False)
-    # The first message contains the settings; nothing is read from etcd before the sandbox is active.
+    # Receive the settings. Nothing is read from etcd before the process is in the sandbox.
     channel = socket.socket(fileno=channel_fd)
     try:
-        # The broker opened the certificates: this process reads them now and can't open files later.
+        # Keep the open certificate files, because the process can't open files later.
         received, fds = receive_message(channel)
         files = SentFiles()
         try:
@@ -69,8 +69,8 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
             close_all(fds)
         # Open the machine's clocks while /dev and /proc are still reachable.
         readings = MachineReadings()
-        # gRPC starts threads with its first channel, and threads that already exist would stay outside the sandbox. So
-        # enter the sandbox before the client is created.
+        # Enter the sandbox before the client is created. gRPC starts threads with its first channel, and threads that
+        # exist already would stay outside.
         plan, _ = prepare(sandbox, needs_of(start.etcd), lambda _: ())
         plan.enter((channel_fd, *readings.fds), parent_pid)
         asyncio.run(_serve(start, files, channel, readings))
@@ -83,7 +83,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
 
 
 class SentFiles:
-    """The certificates that the broker sent last."""
+    """The open certificate files that the broker sent last."""
 
     def __init__(self) -> None:
         self._last: Certificates | None = None
@@ -99,7 +99,7 @@ class SentFiles:
 def needs_of(endpoints: Sequence[str]) -> SandboxNeeds:
     """Return the access that the process needs inside the sandbox: etcd's ports, and the files for name resolution.
 
-    These files are often replaced by new ones with the same names, so the sandbox must contain their folders.
+    Other programs replace these files by new ones with the same names, so the sandbox has the whole folders.
     """
     ports = {DNS_PORT, *map(port_of, endpoints)}
     readable = (RESOLVER.parent, RESOLVER.resolve().parent, RANDOM, *_LIBRARIES)

@@ -21,7 +21,7 @@ class NotDone(Exception):
 
 
 async def done(client: EtcdClient, transaction: Transaction) -> TransactionAnswer:
-    """Return etcd's answer. Raises NotDone if it refuses or does not answer."""
+    """Execute a transaction and return etcd's answer. Raises NotDone if etcd refuses or does not answer."""
     match await client.do(transaction):
         case TransactionAnswer() as answer:
             return answer
@@ -41,7 +41,7 @@ def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_settings(
         etcd: str, etcd_ca: Path | None, etcd_certificate: Path | None, etcd_key: Path | None, **others: Any
     ) -> Any:
-        # The command line makes SIGPIPE end the process; a peer that closes its connection must not.
+        # The command line sets SIGPIPE to end the process. Ignore it, because a peer may close its connection.
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             settings = EtcdSettings(parse_endpoints(etcd), etcd_ca, etcd_certificate, etcd_key)

@@ -1,8 +1,8 @@
-"""`python -m gpulease.daemon.fleet.fence`: runs `gpulease fleet fence`.
+"""The command `gpulease fleet fence` (`python -m gpulease.daemon.fleet.fence`).
 
-Removing a node's record fences it: it can't send heartbeats or claim names any more. Its claimed leases end by its
-membership deadline, so its names are free one horizon after the removal. An operator who is sure that the node is
-powered off need not wait.
+The command removes a node's record, after which the node can't send heartbeats or claim names. Its claimed leases end
+by its membership deadline, so its names are free one horizon after the removal. An operator who is sure that the node
+is powered off need not wait.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import node_removal
 
 POLL_S: Final = 1.0
-"""Longest single sleep. Time for which the host is suspended does not count as sleep, so a long sleep would end
-late."""
+"""Maximum seconds of one sleep. A sleep does not count the time for which the host is suspended, so a long one would
+end late."""
 
 
 class NotFenced(Exception):
@@ -76,37 +76,36 @@ async def fence(
     Returns:
         The names that are free now.
     """
-    # Step 1: read the node's record and how long its leases live.
+    # Step 1: read the node's record, and the horizon by which its leases end.
     key = node_key(node_id)
     answer = await done(client, Transaction(reads=(Get(key), Get(HORIZON))))
     node = next(iter(answer.found[0]), None)
-    # Read the horizon before changing anything: a fence with an unknown wait would free names that are in use.
+    # Without a readable horizon, fail before anything is changed.
     horizon_s = _horizon_s(answer.found[1]) if waits else 0.0
     last_incarnation = answer.revision if node is None else node.create_revision
     # Step 2: remove the record. From then on the node's heartbeats and claims fail.
     if node is not None:
-        # Remove the record only in the incarnation that was just read: a node that has rejoined since then is alive.
+        # Remove the record only in the incarnation that was just read. A node that has joined again is alive.
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} joined again during the fence: check it, and fence it again if necessary")
         report(f"Node {node_id} is fenced: it can't claim any more names, and its leases with names end.")
-    # List them after the removal, because without its record the node can't claim more.
-    # Step 3: list the node's names.
+    # Without its record, the node can't claim more names. Step 3: list the node's names.
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
     claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, report)]
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by such a node")
-    # Step 4: wait until the node's leases have ended by themselves, whatever the node does.
+    # Step 4: wait until the node's leases have ended by their deadline.
     if waits and claims:
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
         report(f"Waiting {wait_s:.1f} s, until the node's leases with names have ended even if it can't be reached.")
         deadline_s = clock() + wait_s
-        # Sleep in short steps: a long sleep would not count time for which this host is suspended.
+        # Sleep in short steps, so that a suspension of this host counts.
         while (left_s := deadline_s - clock()) > 0:  # noqa: ASYNC110  # time passes, and nothing sets an event
             await asyncio.sleep(min(left_s, POLL_S))
     # Step 5: mark the fence, and free the names.
     if claims or not waits:
-        # The mark stays, for resources other than names: it proves to every node that earlier memberships are over.
+        # The mark stays. It proves to every node that the fenced node's earlier memberships are over.
         await done(client, Transaction((CreateRevisionIs(key, 0),), (Put(fenced_key(node_id), b""),)))
     return await _free_names(client, node_id, claims)
 
@@ -148,7 +147,7 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
         name = name_of(item.key)
         if isinstance(name, Unreadable):
             continue
-        # Compare the revision: a changed claim belongs to a later membership, or to another node.
+        # Compare the revision. A changed claim belongs to a later membership or to another node.
         removal = (Delete(item.key), Delete(held_key(node_id, name)))
         if (await done(client, Transaction((ModRevisionIs(item.key, item.mod_revision),), removal))).succeeded:
             freed.append(name)

@@ -1,4 +1,4 @@
-"""The messages between the broker and the fleet process, on the channel that the process starts with.
+"""The messages between the broker and the fleet process, on the channel that the broker opened at the process's start.
 
     from      messages
     broker    FleetStart, once: the settings
@@ -64,7 +64,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 from gpulease.protocol.fast_dataclass import dataclass
 
 CLAIMS_PER_MESSAGE: Final = 256
-"""Number of claims in one message. 256 names or tenants of 128 characters need less than half a datagram."""
+"""Maximum number of claims in one message. 256 names or tenants of 128 characters take less than half a datagram."""
 
 MAX_ENDPOINTS: Final = 256
 """Maximum number of endpoints of etcd in a message. A cluster has three or five members."""
@@ -85,16 +85,10 @@ Seconds = Annotated[float, decimal(0, MAX_SECONDS)]
 class FleetStart(Message):
     """The process's first message. The open files of etcd's certificates come with it.
 
-    Attributes:
-        etcd: etcd's endpoints.
-        files: What each descriptor is: "ca", "key" or "certificate".
-        node: The node's id.
-        horizon_s: See FleetTerms.
-        history_s: Age of etcd's history that is compacted; 0 for none.
-        timeout_s: Longest time for one request to etcd.
-        incarnation: The node's membership according to the broker's journal; 0 if it is not a member.
-        identity: The store that it joined.
-        mark: Its last heartbeat.
+    Attributes: etcd: etcd's endpoints. files: The kind of each descriptor's file: "ca", "key" or "certificate". node:
+    The node's id. horizon_s: See FleetTerms. history_s: Age in seconds from which etcd's history is removed; 0 to
+    remove none. timeout_s: Maximum seconds for one request to etcd. incarnation: The create revision of the node's
+    record by the journal; 0 if the node is not a member. identity: The store that it joined. mark: Its last heartbeat.
     """
 
     OP: ClassVar[str] = "start"
@@ -127,7 +121,7 @@ class LiveClaimsPart(Message):
 
 @dataclass(frozen=True, slots=True)
 class HorizonSet(Message):
-    """The control pages have the last membership deadline."""
+    """The broker has written the last membership deadline to the control pages."""
 
     OP: ClassVar[str] = "horizon_set"
 

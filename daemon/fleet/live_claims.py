@@ -11,7 +11,7 @@ def parts_of(live: LiveClaims) -> Iterator[LiveClaimsPart]:
     epochs, quotas = list(live.epochs.items()), list(live.quotas.items())
     count = len(epochs) + len(quotas)
     for start in range(0, count or 1, CLAIMS_PER_MESSAGE):
-        # Number the rows of both tables in one sequence: first the names, then the quotas.
+        # Count the rows of both tables in one sequence: first the names, then the quotas.
         end = start + CLAIMS_PER_MESSAGE
         names = epochs[start:end]
         leases = quotas[max(0, start - len(epochs)) : max(0, end - len(epochs))]

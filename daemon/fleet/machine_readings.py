@@ -14,12 +14,12 @@ HOST_CLOCKS: Final = frozenset({"KVM virtual PTP", "hyperv", "ptp_vmw"})
 """Names of PTP clocks with which hypervisors expose their host's clock (Linux: drivers/ptp, drivers/hv)."""
 
 MAX_STAT_BYTES: Final = 1 << 20
-"""Maximum number of bytes that are read of /proc/stat. With 4,096 processors, 300 KiB precede its interrupts."""
+"""Maximum bytes that are read of /proc/stat. With 4,096 processors, the processors' lines have 300 KiB."""
 
 MAX_UEVENT_BYTES: Final = 1 << 16
 
 _NETLINK_KOBJECT_UEVENT: Final = 15
-"""The kernel's messages about devices (linux/netlink.h)."""
+"""The netlink protocol of the kernel's messages about devices (linux/netlink.h)."""
 
 _KERNEL_GROUP: Final = 1
 """The multicast group to which the kernel itself writes these messages."""
@@ -52,9 +52,9 @@ class MachineReadings:
         return tuple(fd for fd in (self._clock_fd, self._stat_fd, uevents_fd) if fd is not None)
 
     def read(self) -> MachineReading:
-        # Read the messages first, so that they count for a pause before this reading.
+        # Read the messages first, so that they belong to a pause before this reading.
         self._generation_changes += self._new_generation_changes()
-        # Read this machine's clock before and after the other clocks, which bounds the time between the readings.
+        # Read this machine's clock before and after the other clocks.
         began_ns = boot_ns()
         host_ns, stolen_ns = None, {}
         if self._clock_fd is not None:
@@ -87,7 +87,7 @@ class MachineReadings:
 
 def _open_host_clock(clocks: Path, devices: Path) -> int | None:
     for clock in sorted(clocks.glob("ptp*")):
-        # If there is no PTP clock, or this user may not open it, pauses are detected by stolen time or not at all.
+        # Without a PTP clock that this user may open, only stolen time can show a pause.
         with contextlib.suppress(OSError):
             if (clock / "clock_name").read_text().strip() in HOST_CLOCKS:
                 return _open(devices / clock.name)
@@ -106,7 +106,7 @@ def _open_uevents() -> socket.socket | None:
     uevents = None
     try:
         uevents = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_KOBJECT_UEVENT)
-        # Only the kernel may write to this group, so every message is from the kernel.
+        # Only the kernel may write to this group.
         uevents.bind((0, _KERNEL_GROUP))
     except OSError:
         if uevents is not None:

@@ -1,8 +1,7 @@
-"""The fleet process, which sends a member's effects to etcd and the broker, and returns their answers to the member.
+"""The fleet process's event loop: it executes the effects of `Member`, which decides, and passes events to it.
 
-`Member` decides. A heartbeat waits until the broker has written the last membership deadline to the control pages, and
-the heartbeat's mark to the journal. So the fleet does not consider a node with a hanging broker alive, and the node's
-names become free.
+A heartbeat is sent only after the broker has written the last membership deadline to the control pages and the
+heartbeat's mark to the journal. So a node whose broker hangs sends no heartbeats, and its names become free.
 """
 
 import asyncio
@@ -71,26 +70,27 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
 
 MESSAGES_PER_TURN: Final = 64
-"""Number of messages from the broker that one turn of the loop handles. With one per turn, the loop was too slow for
-the tenants' requests."""
+"""Maximum number of the broker's messages in one turn of the loop. One per turn was too slow for tenants' requests."""
 
 SIZES_S: Final = 60.0
-"""Time from one check of etcd's database sizes to the next. A fleet fills its 2 GiB in hours, not in minutes."""
+"""Seconds between checks of etcd's database sizes. A fleet takes hours to fill 2 GiB."""
 
 _IS_COMPACTED: Final = "has been compacted"
-"""etcd's error if another member, or etcd itself, has removed the same history."""
+"""Part of etcd's error text if the history has already been removed."""
 
 MAX_SLEEP_S: Final = 1.0
-"""Longest sleep of the loop's timer. Its clock stops while the host is suspended; the rules' clock continues."""
+"""Maximum seconds of the loop's timer. The loop's clock stops while the host is suspended, but the rules' clock does
+not.
+"""
 
 INSTANCE_BYTES: Final = 8
-"""Random bytes that distinguish this process's writes from all others of the node."""
+"""Number of random bytes that distinguish this process's writes from the node's other writes."""
 
 READING_S: Final = 0.25
-"""Time from one reading of the machine's clocks to the next, and so the longest delay until a pause is noticed."""
+"""Seconds between readings of the machine's clocks. A pause is noticed within this time."""
 
 LEAST_PAUSE_NS: Final = 50_000_000
-"""Shortest difference that counts as a pause, because /proc/stat counts in hundredths of a second."""
+"""Minimum difference in nanoseconds that counts as a pause. /proc/stat counts in hundredths of a second."""
 
 
 class FleetProcess:
@@ -129,16 +129,16 @@ class FleetProcess:
         self._calls: set[asyncio.Task[None]] = set()
         self._unset_horizons = 0
         self._pending_beat: int | None = None
-        """A heartbeat with a durable mark that still waits for the last deadline to be set."""
+        """The number of a heartbeat whose mark is durable, while it waits for HorizonSet."""
         self._not_compacted = ""
         self._size_task = PeriodicTask(self._report_size, SIZES_S, _log_size_fault)
         self._ended = asyncio.Event()
         self._handlers = self._effect_handlers()
 
     async def run(self) -> None:
-        """Serve until the broker is gone, or until a fault in the rules makes their state unusable.
+        """Serve until the broker is gone or a bug in the rules raises an exception.
 
-        The broker then answers all waiting requests and starts another process, which joins as the same member.
+        After a bug, the broker answers all waiting requests and starts another process, which continues the membership.
         """
         loop = asyncio.get_running_loop()
         # Step 1: be ready. The broker sends the record and the live claims now.
@@ -150,10 +150,10 @@ class FleetProcess:
         self._read_machine()
         self._size_task.start(at_once=True)
         try:
-            # Step 3: serve. Everything happens in callbacks.
+            # Step 3: serve in callbacks until the end.
             await self._ended.wait()
         finally:
-            # Step 4: end, and write nothing more to etcd. The next process continues from the journal.
+            # Step 4: stop reading and writing. The next process continues from the journal.
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()
@@ -174,8 +174,7 @@ class FleetProcess:
             for effect in self._member.handle(event, self._clock_ns()):
                 self._handlers[type(effect)](effect)
         except Exception:
-            # The fault may have lost effects and answers that someone waits for. So end; the broker starts another
-            # process.
+            # Effects and answers may be lost, so end. The broker starts another process.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__} in the fleet")
             self._ended.set()
 
@@ -185,7 +184,7 @@ class FleetProcess:
             Compact: self._compact,
             ArmFleetTimer: self._arm,
             MoveHorizon: self._move_horizon,
-            # All other effects are sent to the broker as messages, unchanged.
+            # All other effects are messages to the broker.
             **dict.fromkeys(
                 (
                     Joined,
@@ -221,11 +220,11 @@ class FleetProcess:
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
             return
-        # Another node was faster, which is not a refusal.
+        # If another node has removed the history, that is no failure.
         refusal = (
             outcome.reason if isinstance(outcome, TransactionRejected) and _IS_COMPACTED not in outcome.reason else ""
         )
-        # The refusal may last for weeks, so log it once, not once a minute.
+        # The same failure may repeat every minute, so log it once.
         if refusal and refusal != self._not_compacted:
             self._send(Noted(Note.NOT_COMPACTED, refusal))
         self._not_compacted = refusal
@@ -241,7 +240,7 @@ class FleetProcess:
         try:
             outcome = await self._client.do(effect.transaction)
         except Exception as error:
-            # Whatever failed, the rules wait for an outcome, and Unknown is always correct.
+            # The rules wait for an outcome. Unknown is correct after any fault.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="asking etcd")
             outcome = Unknown(f"a fault of this node's: {error}"[:MAX_FAULT_CHARS])
         self._post(Answered(effect.number, outcome))
@@ -251,7 +250,7 @@ class FleetProcess:
         self._sleep()
 
     def _sleep(self) -> None:
-        # There is only one timer, so the last effect replaces earlier ones.
+        # There is one timer. The last effect replaces earlier ones.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -261,8 +260,7 @@ class FleetProcess:
 
     def _wake(self) -> None:
         self._timer = None
-        # Send no heartbeat before the broker has set the last deadline: the fleet must not consider a hanging broker
-        # alive.
+        # Send no heartbeat before the broker has set the last deadline, because the broker may hang.
         if self._due_ns is None or self._unset_horizons:
             return
         if self._clock_ns() < self._due_ns:
@@ -272,7 +270,7 @@ class FleetProcess:
         self._post(FleetTimerFired())
 
     def _move_horizon(self, effect: MoveHorizon) -> None:
-        # Until the broker answers HorizonSet, no timer fires.
+        # `_wake` does nothing until the broker answers HorizonSet.
         self._unset_horizons += 1
         self._send(effect)
 
@@ -282,7 +280,7 @@ class FleetProcess:
         """Report a pause of the machine since the last check to the rules."""
         self._reading_timer = asyncio.get_running_loop().call_later(READING_S, self._read_machine)
         before, self._last_reading = self._last_reading, self._readings.read()
-        # None means that the machine was restored or copied, so the length of the pause is unknown.
+        # None means that the machine was restored or copied. The length of the pause is then unknown.
         missed = missed_ns(before, self._last_reading)
         if missed is None or missed >= LEAST_PAUSE_NS:
             self._post(Paused(missed, token_hex(INSTANCE_BYTES)))
@@ -307,7 +305,7 @@ class FleetProcess:
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
-        """Read the available messages, up to a bound, so that heartbeats and etcd's answers get their turn."""
+        """Read available messages, at most MESSAGES_PER_TURN, so that timers and etcd's answers are not delayed."""
         for _ in range(MESSAGES_PER_TURN):
             try:
                 message, fds = receive_message(self._channel)
@@ -322,14 +320,14 @@ class FleetProcess:
         try:
             self._take(expect_message(TO_FLEET, received), fds)
         except Exception as error:
-            # The broker has another version, or a bug. Ignore the message and continue.
+            # The broker has another version or a bug. Skip the message and continue.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"reading a message of the broker: {error}")
             self._refuse_unread(received)
         finally:
             close_all(fds)
 
     def _refuse_unread(self, received: dict[str, Any]) -> None:
-        """Answer a request that could not be read, because its sender waits."""
+        """Refuse a request that could not be read, so that its sender does not wait for an answer."""
         number = request_of(received)
         if number is None:
             return
@@ -372,7 +370,7 @@ class FleetProcess:
                 assert_never(message)
 
     def _post_pending_beat(self) -> None:
-        # Two things must be done, in either order: the mark is durable, and the deadline is on the pages.
+        # Wait until the mark is durable and the deadline is on the control pages, in either order.
         if self._pending_beat is not None and not self._unset_horizons:
             beat, self._pending_beat = self._pending_beat, None
             self._post(MarkKept(beat))

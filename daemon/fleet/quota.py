@@ -1,7 +1,7 @@
-"""`python -m gpulease.daemon.fleet.quota`: runs `gpulease fleet quota`.
+"""The command `gpulease fleet quota` (`python -m gpulease.daemon.fleet.quota`).
 
-The quotas are in etcd, the same for all nodes. Before it grants a lease to a tenant with `fleet_quota = true` in its
-settings, a node claims bytes of that tenant's quota.
+Quotas are in etcd and apply to all nodes. A tenant has one if its settings have `fleet_quota = true`. Before a node
+grants a lease to such a tenant, it claims the lease's bytes of the quota.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text
 
 DEFAULT: Final = "default"
-"""The name for all tenants without their own quota, like the table `[tenants.default]` in the settings."""
+"""The name that stands for all tenants without a quota of their own, like `[tenants.default]` in the settings."""
 
 ATTEMPTS: Final = 8
 """Maximum number of attempts to set a quota. An attempt fails if a lease begins or ends at the same time."""
@@ -47,11 +47,10 @@ class NotSet(Exception):
 async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
     """Set a tenant's quota. Existing leases stay. Raises NotSet and NotDone.
 
-    Returns:
-        Bytes that its leases use now.
+    Returns: The bytes that the tenant's leases use now.
     """
     for _ in range(ATTEMPTS):
-        # Step 1: read all shards, and refuse to overwrite a shard that can't be read, because it may contain leases.
+        # Step 1: read all shards. An unreadable shard is not overwritten, because it may contain leases.
         answer = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
         shards = all_shards(tenant, read_shards(answer.found[0])).values()
         for shard in shards:
@@ -69,7 +68,7 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
 
 
 async def set_default(client: EtcdClient, total_bytes: int) -> None:
-    """Set the quota of all tenants without their own. Raises NotDone."""
+    """Set the quota of all tenants without a quota of their own. Raises NotDone."""
     await done(client, Transaction(writes=(DefaultQuota(total_bytes, 0).put(),)))
 
 
@@ -114,7 +113,7 @@ def _sentences(items: tuple[KeyValue, ...]) -> Iterator[str]:
 
 
 async def run(etcd: EtcdSettings, tenant: str, total_bytes: int | None) -> list[str]:
-    """Set or describe quotas. Returns sentences about its actions or findings. Raises NotSet and NotDone."""
+    """Set a quota, or describe quotas if `total_bytes` is None. Returns sentences. Raises NotSet and NotDone."""
     client = EtcdClient(etcd)
     try:
         if total_bytes is None:

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.fleet.directory`: the process that `gpulease serve directory` runs."""
+"""The command `gpulease serve directory` (`python -m gpulease.daemon.fleet.directory`)."""
 
 import asyncio
 import contextlib
@@ -94,7 +94,7 @@ def main(
 ) -> None:
     """Tell the tenants of a fleet which nodes have room. Run two to five directories for a fleet."""
     try:
-        # Step 1: check the whole command line before anything starts. A mistake is a usage error, with exit status 2.
+        # Step 1: check the whole command line before anything starts. A mistake ends the command with exit status 2.
         addresses = [parse_address(text) for text in listen]
         files = None
         if certificate is not None or key is not None or client_ca is not None or crl is not None:
@@ -132,7 +132,7 @@ async def _serve(
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    # Connect to etcd and listen first, so that a wrong address or certificate ends the process before it serves.
+    # Open the client and all listeners first, so that a wrong address or certificate ends the process at its start.
     client = EtcdClient(settings)
     fleet = FleetWatch(client, order)
     watching: asyncio.Task[None] | None = None
@@ -143,7 +143,7 @@ async def _serve(
             stack.push_async_callback(server.close)
             for address in addresses:
                 server.listen(address)
-            # Only now follow etcd: until then every request is refused with a reason.
+            # Follow etcd from now on. Until the first read is complete, requests fail with a reason.
             watching = asyncio.ensure_future(fleet.run())
             awaited = {stopping, watching}
             if http is not None:
@@ -152,8 +152,7 @@ async def _serve(
             # Run until a signal comes, or until one part fails.
             done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                # The other tasks never end by themselves, so one of them failed. A directory that serves only half is
-                # worse than none: tenants then ask another one.
+                # If another task ended, it failed. Raise its error: tenants then use another directory.
                 task.result()
     finally:
         stopping.cancel()
@@ -169,7 +168,7 @@ def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mappi
     if not texts:
         return NO_TENANTS
     names = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
-    # An operator that no certificate can name is a typing mistake, which would never be noticed otherwise.
+    # If no certificate gives a tenant this operator's name, the name is a mistake.
     for operator in operators:
         if operator not in names.values():
             raise ValueError(

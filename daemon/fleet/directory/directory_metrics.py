@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpulease.daemon.web.guard import Receive, Scope, Send
 
 FRESH_S: Final = 1.0
-"""Greatest age of the exposition. Rendering it visits every node, and any user of the host may ask."""
+"""Maximum age of the exposition in seconds. It is computed from every node, and any user of the host may request it."""
 
 PLACEMENTS: Final = MetricFamily(
     "gpu_directory_placements",
@@ -60,10 +60,8 @@ DIRECTORY_FAMILIES: Final = (PLACEMENTS, LISTINGS, NODES, NAMES, VIEW_AGE, CURRE
 class DirectoryMetrics:
     """The metrics registry of one directory.
 
-    Args:
-        fleet: The view that is measured.
-        connections: Returns the number of connections.
-        clock: Seconds on a monotonic clock.
+    Args: fleet: The directory's view of the fleet. connections: Returns the number of connections. clock: Seconds on a
+    monotonic clock.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class DirectoryMetrics:
     async def application(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Answer one HTTP request (ASGI): `/metrics`, `/healthz` or `/readyz`."""
         status, kind, body = 404, "text/plain; charset=utf-8", b"Here are /metrics, /healthz and /readyz.\n"
-        # Any user of the host may ask, so each answer is cached or trivial.
+        # Any user of the host may send requests, so each response is cached or trivial.
         match scope["path"]:
             case "/metrics":
                 status, kind, body = 200, CONTENT_TYPE, self.text()

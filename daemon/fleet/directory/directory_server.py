@@ -1,7 +1,8 @@
 """A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
-Each peer has limits on time, on memory, and on the connections from its source. A connection counts from the time it is
-accepted, so that endless handshakes also count. Sources take turns, however many connections they have.
+Limits apply to each peer's time and memory, and to the connections from one source. A source is an IP address or a
+local user. A connection counts from its accept on, so that unfinished handshakes count too. Sources are served in turn,
+however many connections each has.
 """
 
 import asyncio
@@ -39,38 +40,36 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 MAX_CONNECTIONS: Final = 2048
-"""Maximum number of connections at a time. Each holds a descriptor and, with TLS, about 100 KiB. Tenants disconnect
-after one reply."""
+"""Maximum number of open connections. Each has a descriptor and, with TLS, about 100 KiB. Tenants disconnect after one
+reply."""
 
 MAX_PER_SOURCE: Final = 256
-"""Maximum number of connections at a time from one IP address or one local user, so that one host can't take all
-connections."""
+"""Maximum number of open connections from one IP address or one local user."""
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""Time from accept to the end of TLS's handshake, which takes one round trip. Bounds peers that connect and stay
-silent."""
+"""Maximum seconds from a connection's accept to the end of the TLS handshake, which takes one round trip."""
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""Time from the end of the handshake to HELLO. Bounds peers that complete the handshake and then stay silent."""
+"""Maximum seconds from the end of the handshake to HELLO."""
 
 STALL_TIMEOUT_S: Final = 5.0
-"""Time from the first byte of a frame to its last, and for a peer to read a whole answer."""
+"""Maximum seconds from the first byte of a frame to its last, and for a peer to read a whole answer."""
 
 IDLE_TIMEOUT_S: Final = 30.0
-"""Time without a request. A tenant sends one request and disconnects."""
+"""Maximum seconds without a request. A tenant sends one request and disconnects."""
 
 REQUESTS_PER_TURN: Final = 4
-"""Number of requests from one connection that are served in a row, unless they use up its quantum of time."""
+"""Maximum number of requests from one connection in one turn. The turn also ends when its time is used up."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Number of unread answer bytes above which the directory stops reading from the peer. Longer answers are sent in
-chunks of this size, from one buffer that all readers of the same listing share."""
+"""Number of unread answer bytes above which the directory stops reading from the peer. Longer answers are written in
+parts of this size."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
-"""Size of a connection's read buffer, which nearly every request fits."""
+"""Size of a connection's read buffer in bytes. Nearly every request is smaller."""
 
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
-"""Pause before the next accept after the host ran out of descriptors."""
+"""Seconds before the next accept after the host ran out of descriptors."""
 
 NO_TENANTS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -81,7 +80,7 @@ class CannotServe(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPeer:
-    """The peer of a connection. Operators see all names; others see those of `tenant`."""
+    """The peer of a connection. An operator sees all names, and any other peer the names of `tenant`."""
 
     tenant: str
     is_operator: bool = False
@@ -90,11 +89,9 @@ class DirectoryPeer:
 class DirectoryServer:
     """Accepts connections and serves them from a fleet's view.
 
-    Args:
-        fleet: The view to serve.
-        files: The certificate of this directory, its key, and the tenants' CAs; None without TLS.
-        operators: Tenants with operator rights on TLS connections.
-        tenants: The nodes' `[tenant_of_certificate]`, tenants by names of certificates; empty without that table.
+    Args: fleet: The view to serve. files: This directory's certificate and key, and the CAs of tenants; None without
+    TLS. operators: Tenants with operator rights on TLS connections. tenants: Tenants by names of certificates, as in
+    the nodes' table `[tenant_of_certificate]`; empty without that table.
 
     Attributes:
         metrics: The directory's metrics.
@@ -126,11 +123,11 @@ class DirectoryServer:
 
     @property
     def connections(self) -> int:
-        """The number of connections, including those in a handshake."""
+        """The number of open connections, those in a handshake included."""
         return self._sources.total()
 
     def listen(self, address: Address) -> Address:
-        """Listen on another address. Returns the address with the kernel's choice of port. Raises CannotServe."""
+        """Listen on an address. Returns it, with the kernel's choice of port for port 0. Raises CannotServe."""
         # Step 1: report every problem with the address before serving any connection.
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
@@ -141,14 +138,14 @@ class DirectoryServer:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CannotServe(f"can't listen on {address}: {reason}") from None
-        # Step 2: accept from now on. The log names the port that the kernel chose.
+        # Step 2: accept from now on. The log line has the port that the kernel chose.
         self._serve(sock, bound)
         log_event(LogEvent.DIRECTORY_LISTENS, address=str(bound), version=AGENT)
         return bound
 
     async def close(self) -> None:
         await self._restoring.stop()
-        # Stop accepting first, so that no connection arrives while the open ones end.
+        # Stop accepting first, so that no connection opens while the others are closed.
         tasks = [*self._accepting.values(), *self._openings]
         for task in tasks:
             task.cancel()
@@ -157,13 +154,13 @@ class DirectoryServer:
             listener.close()
         for place, _ in self._places:
             place.release()
-        # Abort: a peer that reads slowly must not delay the stop.
+        # Abort connections, so that a peer that reads slowly does not delay the stop.
         for connection in list(self._connections):
             connection.abort()
 
     def _bind_unix(self, address: UnixAddress) -> socket.socket:
         """Listen on a Unix socket from now on. Raises CannotListen or OSError."""
-        # Every user with access to the folder may send requests: no reply contains a tenant's secret.
+        # Any user with access to the folder may send requests. No reply contains a secret of a tenant.
         place = UnixPlace(address, 0o666, log_place_change)
         try:
             sock = place.bind()
@@ -176,12 +173,12 @@ class DirectoryServer:
 
     async def _restore(self) -> None:
         for number, (place, listener) in enumerate(self._places):
-            # None unless the socket's file was removed, for example by a cleaner of /tmp.
+            # `restore` returns a socket only if the socket's file was removed, for example by a cleaner of /tmp.
             sock = place.restore()
             if sock is not None:
                 self._serve(sock, place.address)
                 self._places[number] = (place, sock)
-                # Clients can't reach a socket without a name, so listen on the new one. Accepted connections continue.
+                # Clients can't reach a socket without a file, so accept on the new one. Accepted connections continue.
                 accepting = self._accepting.pop(listener)
                 accepting.cancel()
                 await asyncio.gather(accepting, return_exceptions=True)
@@ -195,13 +192,12 @@ class DirectoryServer:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            # The host has no descriptor left. The connection waits in the kernel, so accepting at once would fail
-            # again.
+            # The host has no descriptor left. The connection waits in the kernel. An accept would fail again at once.
             except OSError:
                 await asyncio.sleep(NO_DESCRIPTORS_PAUSE_S)
                 continue
             source = _source(sock)
-            # Check the limits before doing any work: a refused connection costs an accept and a close.
+            # Check the limits before any other work on the connection.
             if source is None or self.connections >= MAX_CONNECTIONS or self._sources[source] >= MAX_PER_SOURCE:
                 self._refusals.add(str(source), "the directory has too many connections")
                 sock.close()
@@ -249,10 +245,9 @@ class DirectoryServer:
             raise
 
     def _current_context(self) -> ssl.SSLContext | None:
-        """Return a TLS context of the files' current contents: operators renew certificates while a directory runs."""
+        """Return a TLS context with the files' current contents, which operators may renew while the directory runs."""
         if self._files is not None and (stamps := self._files.stamps()) != self._stamps:
-            # Bad files are logged once and the old certificate stays in use: a half-finished renewal must not end the
-            # service.
+            # If the new files are bad, log it once and use the old certificate, because a renewal may be half done.
             try:
                 self._context, self._stamps = server_context(self._files), stamps
             except BadIdentity as error:
@@ -264,29 +259,25 @@ class DirectoryServer:
         """Return the peer of a connection. Raises NoTenant."""
         certificate = transport.get_extra_info("peercert")
         sock = transport.get_extra_info("socket")
-        # TLS: the certificate names the tenant, as on a node.
+        # TLS: the certificate decides the tenant, as on a node.
         if certificate is not None:
             names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
             tenant = tenant_named(names, self._tenants)
             return DirectoryPeer(tenant, tenant in self._operators)
-        # A Unix socket: the kernel names the user. Root and the directory's own user are operators.
+        # Unix socket: the kernel reports the user. Root and the directory's own user are operators.
         if sock.family == socket.AF_UNIX:
             uid = _uid(sock)
             return DirectoryPeer(f"uid:{uid}", uid in (0, os.geteuid()))
-        # Plain TCP on loopback names no user, so all such peers are one tenant.
+        # Plain TCP on loopback does not identify the user, so all such peers are one tenant.
         return DirectoryPeer(OVER_TCP)
 
 
 class DirectoryConnection(asyncio.Protocol):
     """A connection to a directory.
 
-    Args:
-        fleet: The view to serve.
-        metrics: The metrics that operators may read.
-        peer_of: Identifies the peer; raises NoTenant.
-        turns: The queue of all connections, and the source for this connection's turns.
-        connections: All open connections, including this one.
-        on_lost: Called once, when the connection is closed.
+    Args: fleet: The view to serve. metrics: The metrics that operators may read. peer_of: Returns the peer of a
+    transport; raises NoTenant. turns: The queue of turns of all connections, and this connection's source in it.
+    connections: All open connections, including this one. on_lost: Called once, when the connection is closed.
     """
 
     def __init__(
@@ -325,7 +316,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._connections.add(self)
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        # Start the timer first, because it also bounds a peer that is refused below and does not read.
+        # Start the timer first. It also applies to a peer that is rejected below and does not read the reason.
         self._await(HELLO_TIMEOUT_S, f"no HELLO arrived within {HELLO_TIMEOUT_S:g} s")
         try:
             self._peer = self._peer_of(transport)
@@ -337,7 +328,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._enqueue()
 
     def eof_received(self) -> bool:
-        """Close: a peer that has ended its stream gets no further answer."""
+        """Close the connection, also if the peer still waits for an answer."""
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -351,7 +342,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._on_lost()
 
     def pause_writing(self) -> None:
-        """Stop reading from a peer that does not read, and disconnect it if it has not read the answer in time."""
+        """Stop reading from a peer that does not read. If it does not read the answer in time, close the connection."""
         self._is_peer_slow = True
         if self._transport is not None and not self._is_answer_late:
             self._is_answer_late = True
@@ -360,11 +351,11 @@ class DirectoryConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_peer_slow = False
-        # The transport accepts more data, so write the next part. It may pause again at once.
+        # Write the next part of the answer, after which the transport may pause again at once.
         self._write_on()
         if self._is_peer_slow:
             return
-        # The whole answer is written. Read on, and serve the requests that have already arrived.
+        # The whole answer is written. Serve the requests that have already arrived.
         self._is_answer_late = False
         if self._transport is not None and not self._transport.is_closing():
             self._await_request()
@@ -381,28 +372,28 @@ class DirectoryConnection(asyncio.Protocol):
         if self._is_queued:
             return
         self._is_queued = True
-        # The queue may call `_serve_turn` right away, if no other source waits.
+        # If no other source waits, the queue calls `_serve_turn` at once.
         self._turns.enqueue(self._source, self._serve_turn)
         if self._is_queued and self._transport is not None:
-            # Serve other sources first; the kernel keeps the bytes that the peer sends until then.
+            # The connection waits for its turn. Until then the peer's bytes stay in the kernel.
             self._transport.pause_reading()
 
     def _serve_turn(self) -> None:
         self._is_queued = False
         for _ in range(REQUESTS_PER_TURN):
-            # Stop if the peer is gone or must read first. Its bytes stay in the buffers.
+            # Stop if the peer is gone, or if it must first read an answer.
             if self._transport is None or self._transport.is_closing() or self._is_peer_slow:
                 return
             event = self._connection.next_event()
             if event is None:
-                # All complete requests are served. The rest of a frame gets a deadline.
+                # All complete requests are served. An incomplete frame has a deadline.
                 self._transport.resume_reading()
                 self._await_more()
                 return
             self._on_event(event)
             if self._turns.is_quantum_over:
                 break
-        # More requests may have arrived, but serve the other sources first.
+        # More requests may have arrived. Other sources are served before them.
         self._enqueue()
 
     def _on_event(self, event: Event) -> None:
@@ -411,7 +402,7 @@ class DirectoryConnection(asyncio.Protocol):
                 self._answer(event, self._result(event))
                 self._is_mid_frame = False
                 self._await_request()
-            # If a malformed request has a readable id, reply with a failure and keep the connection open.
+            # A malformed request with a readable id gets a failure, and the connection stays open.
             case Rejected() if not event.is_quiet and self._transport is not None:
                 self._transport.write(self._connection.send_failure(event, event.failure))
             # The rest of the stream can't be read.
@@ -423,7 +414,7 @@ class DirectoryConnection(asyncio.Protocol):
                 pass
 
     def _result(self, request: Request) -> Body | bytes | Failure:
-        """Return the answer. If the directory has a fault, the answer is a failure."""
+        """Return the answer, which is a failure if a bug raises an exception."""
         try:
             return self._served(request)
         except Exception:
@@ -438,7 +429,7 @@ class DirectoryConnection(asyncio.Protocol):
                 return HelloReply(0, AGENT, MAX_CONTROL_PAYLOAD_BYTES, ())
             case Opcode.PING:
                 return body  # type: ignore[no-any-return]
-            # The view answers from memory; nothing here waits for etcd.
+            # The view is in memory, so no request waits for etcd.
             case Opcode.PLACE:
                 return self._fleet.place(body, self._peer.tenant, is_operator=self._peer.is_operator)
             case Opcode.FLEET_LIST:
@@ -462,8 +453,7 @@ class DirectoryConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if isinstance(result, bytes):
-            # The listing is shared: only the header is made for this peer, and the body is written in parts as the peer
-            # reads it.
+            # Peers share the listing's bytes. Write a header for this peer, and the body in parts as the peer reads it.
             self._transport.write(self._connection.send_reply_header(request, len(result)))
             self._unsent = memoryview(result)
             self._write_on()
@@ -478,7 +468,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._transport.write(frame)
 
     def _write_on(self) -> None:
-        """Write the remaining part of the answer, as far as the peer reads it."""
+        """Write the rest of the answer until the transport pauses."""
         while self._unsent and not self._is_peer_slow and self._transport is not None:
             part, self._unsent = self._unsent[:WRITE_BUFFER_BYTES], self._unsent[WRITE_BUFFER_BYTES:]
             self._transport.write(part)
@@ -487,7 +477,7 @@ class DirectoryConnection(asyncio.Protocol):
         self._await(IDLE_TIMEOUT_S, f"no request arrived within {IDLE_TIMEOUT_S:g} s")
 
     def _await_more(self) -> None:
-        """Bound the time of a frame that has begun. Further bytes do not extend it."""
+        """Start the deadline of a frame that has begun. Further bytes do not extend it."""
         is_mid_frame = self._connection.reader.is_mid_frame
         if is_mid_frame and not self._is_mid_frame and self._has_greeted:
             self._await(STALL_TIMEOUT_S, f"the rest of a frame did not arrive within {STALL_TIMEOUT_S:g} s")
@@ -495,7 +485,7 @@ class DirectoryConnection(asyncio.Protocol):
 
     def _await(self, seconds: float, reason: str) -> None:
         if self._is_peer_slow:
-            # The peer has to read the answer first; the timer for that is running.
+            # The timer for the peer to read its answer is running.
             return
         self._start(seconds, self._close_with, Failure(Status.INVALID_REQUEST, reason))
 
@@ -506,7 +496,7 @@ class DirectoryConnection(asyncio.Protocol):
 
     def _close_with(self, failure: Failure) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            # Send the reason and close. A peer that does not read it in time is cut off.
+            # Send the reason and close. The timer aborts the connection of a peer that does not read it.
             self._transport.write(self._connection.send_goodbye(failure))
             self._transport.close()
             self._start(STALL_TIMEOUT_S, self.abort)
@@ -521,7 +511,7 @@ def _faulty(request: Request) -> Failure:
 
 
 def _source(sock: socket.socket) -> Hashable:
-    """Return the source of a connection: an IP address or a local user; None if the peer is already gone."""
+    """Return a connection's source, an IP address or a local user; None if the peer is already gone."""
     try:
         return _uid(sock) if sock.family == socket.AF_UNIX else sock.getpeername()[0]
     except OSError:

@@ -1,8 +1,7 @@
-"""Placement: the nodes that a tenant should ask for a lease, and in which order.
+"""Placement: chooses the nodes that a tenant should ask for a lease, and their order.
 
-The view's index returns the nodes with enough room. Candidates are drawn from them at random: tenants who ask at the
-same time get views that are seconds old, and would otherwise all go to the same node (Mitzenmacher, "How Useful Is Old
-Information?", 2000).
+Candidates are drawn at random from the nodes with enough room. The view may be seconds old, and without random choice
+all tenants of that time would go to the same node (Mitzenmacher, "How Useful Is Old Information?", 2000).
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -18,7 +17,7 @@ from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity
 
 CHOICES: Final = 8
-"""Number of candidates in one answer. If the view is 10 s old and 90 % of the memory is leased, 0.7 % of the requests
+"""Number of candidates in one answer. With a view that is 10 s old and 90 % of the memory leased, 0.7 % of the requests
 find no room at any of eight candidates."""
 
 
@@ -26,13 +25,9 @@ find no room at any of eight candidates."""
 class PlaceQuery:
     """A request for nodes on which a lease could be placed.
 
-    Attributes:
-        size_bytes: Bytes of one card.
-        exclusivity: The other leases that may share the card.
-        name: The lease's name in the fleet; "" if it has none.
-        labels: Labels that the node must have.
-        device: The card, by UUID or index; None for any.
-        tried: Ids of nodes that have already refused.
+    Attributes: size_bytes: Bytes of one card. exclusivity: The other leases that may share the card. name: The lease's
+    name in the fleet; "" if it has none. labels: Labels that the node must have. device: The card, by UUID or index;
+    None for any card. tried: Ids of nodes that have already refused.
     """
 
     size_bytes: int
@@ -47,7 +42,7 @@ _ROOMS: Final = {
     Exclusivity.DEVICE_EXCLUSIVE: Room.EMPTY,
     Exclusivity.PARTITION_EXCLUSIVE: Room.EMPTY_PARTITION,
 }
-"""The kind of room that a lease needs, by exclusivity, if it does not share its card."""
+"""The kind of room for leases that do not share their card, by exclusivity."""
 
 
 def place(
@@ -62,33 +57,26 @@ def place(
 ) -> Placement:
     """Choose the nodes to ask.
 
-    Args:
-        view: The fleet.
-        query: The request.
-        order: The order of the candidates.
-        draw: Random numbers.
-        silent_before_s: A time on the view's clock. Nodes with a record that last changed at this time or earlier are
-          left out.
-        tells_holder: Whether the requester may know which node serves the name.
-        choices: Maximum number of candidates.
+    Args: view: The fleet. query: The request. order: The order of the candidates. draw: Random numbers.
+    silent_before_s: A time on the view's clock, in seconds. Nodes whose record last changed at this time or earlier are
+    left out. tells_holder: Whether the requester may learn which node serves the name. choices: Maximum number of
+    candidates.
 
-    Returns:
-        The candidates. The node that serves the name comes first, unless the tenant has tried it, since its claim may
-        have ended meanwhile. If the requester may know that node, it is the only candidate. If there are no candidates,
-        the reasons.
+    Returns: The candidates, or the reasons why there are none. The node that serves the name comes first, unless the
+    tenant has tried it. If the requester may learn which node that is, it is the only candidate.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(query.name, silent_before_s) if query.name else None
     reported = holder if tells_holder else None
-    # Only the node that serves the name can grant it, so it comes first. A requester who may not know this node also
-    # gets other nodes, and can't distinguish it from them.
+    # Only the node that serves the name can grant it, so it comes first. A requester who may not learn which node this
+    # is also gets other nodes.
     first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in query.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)
         if tells_holder:
             return Placement(first, reported, len(view.nodes), "")
-    # Draw fitting nodes at random until there are enough, then sort only those: sorting all would send every tenant to
-    # the same best node.
+    # Draw fitting nodes at random until there are enough, and sort only those. If all were sorted, every tenant would
+    # get the same first node.
     scored: list[tuple[int, str, NodeView]] = []
     for _, node_id in _shuffled(_candidates(view, query), draw):
         node = view.nodes[node_id]
@@ -103,14 +91,14 @@ def place(
 
 
 def _candidates(view: FleetView, query: PlaceQuery) -> list[tuple[int, str]]:
-    """Return the largest slice and the id of each node that has the labels, and room on the requested card."""
+    """Return each node with the labels, and with room on the requested card: its largest slice and its id."""
     index, room = view.index, _ROOMS.get(query.exclusivity, Room.ANY)
-    # Each index gives a set of nodes, or None for "any".
+    # Each lookup returns a set of nodes, or None for all nodes.
     labelled, cards = index.with_labels(query.labels or {}), index.with_card(query.device)
     if labelled == set() or cards == {}:
         return []
     nodes = index.with_room(room, query.size_bytes)
-    # Begin with the nodes that have room, as a sorted list, and filter it, which keeps the order by free bytes.
+    # Filter the nodes with room, which are sorted by free bytes.
     if labelled is not None:
         nodes = [node for node in nodes if node[1] in labelled]
     if cards is not None:
@@ -120,7 +108,7 @@ def _candidates(view: FleetView, query: PlaceQuery) -> list[tuple[int, str]]:
 
 def _free_bytes(node: NodeView, query: PlaceQuery, order: PlacementOrder) -> int:
     """Return the free bytes of the card that a fitting node would choose."""
-    # The node would choose the smallest card that fits, or the largest, by the order.
+    # Depending on the order, the node would choose the smallest or the largest card that fits.
     cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, query.device)]
     free = [card.largest_bytes for card in cards if _has_room(card, query)]
     return max(free) if order is PlacementOrder.SPREAD else min(free)
@@ -145,7 +133,7 @@ def _candidate(node_id: str, node: NodeView) -> Candidate:
 def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int, str]]:
     """Yield each node once, in random order.
 
-    Drawing a few of many nodes is cheap (the Fisher-Yates shuffle, one step at a time).
+    Each step of the Fisher-Yates shuffle is done when its node is needed, so it is cheap to draw a few of many nodes.
     """
     moved: dict[int, int] = {}
     for first in range(len(nodes)):
@@ -155,9 +143,9 @@ def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int,
 
 
 def _sentence(view: FleetView, query: PlaceQuery) -> str:
-    """Return why each node is not a candidate. A node counts once, for the first reason that applies."""
+    """Return why nodes are not candidates, with counts. A node counts for the first reason that applies."""
     index = view.index
-    # Step 1: count the nodes that are excluded whatever the request, in the order of the table.
+    # Step 1: count the nodes that are excluded for any request, in the order of the table.
     excluded: set[str] = set()
     counts = []
     tried = {node_id for node_id in query.tried if node_id in view.nodes}
@@ -169,7 +157,7 @@ def _sentence(view: FleetView, query: PlaceQuery) -> str:
     ):
         counts.append((len(nodes - excluded), reason))
         excluded |= nodes
-    # Step 2: count the others that do not fit the request. None means that everything qualifies.
+    # Step 2: count the other nodes that do not fit the request. None means that all nodes fit.
     remaining = len(view.nodes) - len(excluded)
     matching: Set[str] | None = None
     cards = index.with_card(query.device)

@@ -1,6 +1,6 @@
-"""A directory's view of a fleet: nodes and claims as last read from etcd. This module uses no clock and no network.
+"""A directory's view of a fleet: nodes and claims as last read from etcd. No clock, no I/O.
 
-The view trusts no record. It counts and reports unreadable records, and leaves them out.
+Unreadable records are left out, counted and reported.
 """
 
 from collections.abc import Collection, Iterable
@@ -29,16 +29,16 @@ from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_NODES: Final = 50_000
-"""Maximum number of nodes in a view, so that a writer to etcd can't fill the directory's memory. Each node takes about
-6 KiB."""
+"""Maximum number of nodes in a view, to limit the memory that foreign records in etcd may take. Each node takes about 6
+KiB."""
 
 MAX_NAMES: Final = 500_000
-"""Maximum number of claims in a view, for the same reason. Each takes about 500 bytes."""
+"""Maximum number of claims in a view, to limit the memory. Each claim takes about 500 bytes."""
 
 NO_ROOM: Final = Unreadable("the directory has no room for another record")
 
 _NO_INVENTORY: Final = InventoryRecord()
-"""The inventory of a node that has written no readable one. It has no address, so the node is never a candidate."""
+"""The inventory of a node without a readable one. It has no address, so the node is never a candidate."""
 
 
 class ClaimView(NamedTuple):
@@ -51,12 +51,9 @@ class ClaimView(NamedTuple):
 class FleetView:
     """Nodes by id, and claims by name.
 
-    Attributes:
-        nodes: The nodes.
-        claims: The claims.
-        index: The nodes, indexed by the properties that placements request.
-        horizon_s: Seconds of silence that all nodes have agreed on; None before the first node has joined.
-        unreadable: Records that were left out.
+    Attributes: nodes: The nodes. claims: The claims. index: The nodes by room, labels and cards. horizon_s: The fleet's
+    horizon in seconds, after which a silent node's claimed leases have ended; None before the first node has joined.
+    unreadable: Records that were left out.
     """
 
     def __init__(self) -> None:
@@ -66,11 +63,13 @@ class FleetView:
         self.horizon_s: float | None = None
         self.unreadable = UnreadableRecords()
         self._inventories: dict[str, InventoryRecord] = {}
-        """Nodes with a separate inventory key, with or without a record."""
+        """The inventories from nodes' inventory keys, also of nodes without a record."""
         self._names_of: dict[str, set[str]] = {}
         self._settled_s = -inf
         self._is_indexing = True
-        """False while all nodes are read again. The index is then built once, in the order of their changes."""
+        """False while all records are read again. After that, the index is built once, in the order of the nodes'
+        changes.
+        """
 
     @property
     def bad_records(self) -> int:
@@ -80,9 +79,9 @@ class FleetView:
     def replace(self, items: Iterable[KeyValue], now_s: float) -> None:
         """Replace the view by the whole store's records.
 
-        A node with an unchanged record keeps its time: reading again does not make a silent node fresh.
+        A node with an unchanged record keeps its `changed_s`.
         """
-        # Start with an empty view: nodes and names that are not among the records are gone.
+        # Start with an empty view, because nodes and names without a record are gone.
         previous = self.nodes
         self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
         self._is_indexing = has_horizon = False
@@ -91,8 +90,8 @@ class FleetView:
             self.put(item, now_s)
         if not has_horizon:
             self.horizon_s = None
-        # Keep the time at which an unchanged record was first seen. Otherwise each new read would make a stopped node
-        # look alive.
+        # Keep the time at which an unchanged record was first seen. Otherwise a stopped node would count as alive after
+        # each read.
         for node_id, node in self.nodes.items():
             old = previous.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (node.incarnation, node.revision):
@@ -104,7 +103,7 @@ class FleetView:
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Process a key's new value. An unreadable value counts as absent."""
-        # The key's prefix says what kind of record it is. Other keys, such as quotas, do not concern a directory.
+        # The key's prefix decides the kind of record. A directory does not need other kinds, such as quotas.
         unreadable = None
         if item.key.startswith(NODES):
             unreadable = self._put_node(item, now_s)
@@ -114,12 +113,12 @@ class FleetView:
             unreadable = self._put_claim(item)
         elif item.key == HORIZON:
             unreadable = self._put_horizon(item)
-        # An earlier value of this key may have been unreadable; this one is not.
+        # An earlier value of this key may have been unreadable.
         if unreadable is None:
             self.unreadable.forget(item.key)
         else:
             if item.key != HORIZON:
-                # Keep the horizon if the new value is unreadable, as the nodes do.
+                # An unreadable horizon does not replace the old one, as in the nodes.
                 self._drop(item.key)
             self.unreadable.add(item, unreadable.reason, int(now_s * NS_PER_S))
 
@@ -131,7 +130,7 @@ class FleetView:
         if key == HORIZON:
             self.horizon_s = None
             return
-        # The key contains the node's id or the claim's name. A key with neither was never added.
+        # A key without a readable id or name was never added.
         is_claim = key.startswith(NAMES)
         name = name_of(key) if is_claim else node_id_of(key)
         if isinstance(name, Unreadable):
@@ -141,13 +140,14 @@ class FleetView:
         elif key.startswith(NODES) and (old := self.nodes.pop(name, None)) is not None:
             self.index.remove(name, old)
         elif key.startswith(INVENTORIES) and self._inventories.pop(name, None) is not None:
-            # The node itself stays: without an inventory, it can't be a candidate, but it still serves its names.
+            # The node stays in the view, because it still serves its names. Without an inventory it can't be a
+            # candidate.
             self._show(name, _NO_INVENTORY)
 
     def settle(self, silent_before_s: float) -> None:
-        """Remove nodes from the index that are silent: their record last changed at this time or earlier."""
+        """Remove silent nodes, whose record last changed at `silent_before_s` or earlier, from the index."""
         if silent_before_s < self._settled_s:
-            # The time moved back because the fleet's horizon is longer now.
+            # The fleet's horizon is longer now, so fewer nodes count as silent.
             self._reindex()
         self._settled_s = silent_before_s
         self.index.settle(silent_before_s)
@@ -163,7 +163,8 @@ class FleetView:
         """
         claim = self.claims.get(name)
         node = None if claim is None else self.nodes.get(claim.record.node_id)
-        # The claim counts only with the membership that made it. A node that rejoined has lost its earlier claims.
+        # A claim is valid only in the membership that made it. A node that has joined again has lost its earlier
+        # claims.
         if claim is None or node is None or node.incarnation != claim.record.incarnation:
             return None
         return None if node.changed_s <= silent_before_s else claim.record.node_id
@@ -174,17 +175,17 @@ class FleetView:
             return node_id
         if isinstance(record, Unreadable):
             return record
-        # A new node must fit into the view; a known one may always change.
+        # Refuse a new node if the view is full. A known node may always change.
         old = self.nodes.get(node_id)
         if old is None and len(self.nodes) >= MAX_NODES:
             return NO_ROOM
         if record.inventory is not None:
-            # A daemon of an older version writes its inventory into its record, even if a newer one left an inventory
+            # A daemon of an older version has its inventory in the record, which takes precedence over the inventory
             # key.
             record = replace(record, inventory=_usable(record.inventory))
-        # Use the inventory in the record, or else in the separate key, if that has been read.
+        # Use the inventory in the record, or else from the inventory key.
         inventory = record.inventory or self._inventories.get(node_id, _NO_INVENTORY)
-        # A heartbeat changes the record but rarely the inventory. If the inventory is the same, so are the rooms.
+        # Most heartbeats do not change the inventory. Then `rooms` are unchanged too.
         is_known = old is not None and old.inventory is inventory
         rooms = old.rooms if old is not None and is_known else rooms_of(*inventory.cards)
         node = NodeView(record, inventory, item.create_revision, item.mod_revision, now_s, rooms)
@@ -213,7 +214,7 @@ class FleetView:
         return None
 
     def _show(self, node_id: str, inventory: InventoryRecord) -> None:
-        """Give a node the inventory of its separate key."""
+        """Give a node the inventory from its inventory key."""
         old = self.nodes.get(node_id)
         # A record that contains an inventory comes from an older daemon and takes precedence.
         if old is None or old.record.inventory is not None:
@@ -225,7 +226,7 @@ class FleetView:
     def _reindex(self) -> None:
         self._is_indexing = True
         self.index = NodeIndex()
-        # Add the records in the order of their changes, because the index expects times that do not decrease.
+        # Add nodes in the order of their changes, because the index needs times that do not decrease.
         for node_id, view in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
             self.index.put(node_id, view, None)
 
@@ -237,7 +238,7 @@ class FleetView:
             return record
         if name not in self.claims and len(self.claims) >= MAX_NAMES:
             return NO_ROOM
-        # The name may have passed from one tenant to another.
+        # The name's earlier claim may have been another tenant's.
         self._delete_claim(name)
         self.claims[name] = ClaimView(record, record.epoch_base + item.mod_revision)
         self._names_of.setdefault(record.tenant, set()).add(name)
@@ -252,7 +253,7 @@ class FleetView:
 
 
 def _usable(inventory: InventoryRecord) -> InventoryRecord:
-    """Return an inventory with only those addresses that tenants can use."""
+    """Return an inventory without the addresses that tenants can't use."""
     addresses = tuple(filter(_is_address, inventory.addresses))[:MAX_NODE_ADDRESSES]
     return replace(inventory, addresses=addresses, labels=inventory.labels or {})
 

@@ -1,6 +1,6 @@
 """Keeps a directory's view up to date with etcd, and answers requests from the view.
 
-After VIEW_LIMIT_S without an answer from etcd the directory refuses requests: it no longer knows which nodes are alive.
+After VIEW_LIMIT_S without an answer from etcd, requests fail, because the view no longer shows which nodes are alive.
 """
 
 import asyncio
@@ -38,26 +38,26 @@ from gpulease.protocol.messages import Place, Placement, Report
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 VIEW_LIMIT_S: Final = 10.0
-"""Greatest age of a view that the directory uses for answers; an election in etcd takes two seconds. A directory that
-is cut off would send tenants to nodes that may be gone, so it refuses, and tenants ask another directory."""
+"""Maximum age in seconds of a view from which requests are answered. An election in etcd takes two seconds. With an
+older view, a directory would send tenants to nodes that may be gone. Its answer is an error, and tenants ask another
+directory."""
 
 CHECK_S: Final = 2.0
-"""Pause between checks that etcd still answers."""
+"""Seconds between checks that etcd still answers."""
 
 RETRY_S: Final = 0.5
-"""Pause after a failure, before the view is read again."""
+"""Seconds after a failure before the view is read again."""
 
 FLEET_READS: Final = (*(Get(key, is_prefix=True) for key in (INVENTORIES, NODES, NAMES)), Get(HORIZON))
 
 COUNTS_S: Final = 60.0
-"""Pause between two log lines with counts of answers."""
+"""Seconds between two log lines with counts of answers."""
 
 MAX_LISTED: Final = 20_000
 """Maximum number of nodes, and of names, in one listing: about 20 MiB."""
 
 LISTING_S: Final = 1.0
-"""Greatest age of a listing. Repeated requests get the same bytes, because a listing of 10,000 nodes takes 200 ms and
-11 MiB."""
+"""Maximum age of a cached listing in seconds. A listing of 10,000 nodes takes 200 ms and 11 MiB."""
 
 MAX_LISTINGS: Final = 64
 """Maximum number of cached listings, one for each tenant and one for operators. Further listings are not cached."""
@@ -67,7 +67,7 @@ _CLASSES: Final = {int(member): member for member in Exclusivity}
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of requests by result: `placed` or `unplaced`, `listed`, or the status of a refusal."""
+    """Numbers of requests by result: `placed`, `unplaced`, `listed`, or the status of a failure."""
 
     placements: Counter[str] = field(default_factory=lambda: Counter(placed=0, unplaced=0))
     listings: Counter[str] = field(default_factory=lambda: Counter(listed=0))
@@ -109,7 +109,7 @@ class FleetWatch:
     async def run(self) -> None:
         """Keep the view current until this is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            # Three tasks: one reads and follows the records, one checks that etcd answers, one logs counts.
+            # One task reads and follows the records, one checks that etcd answers, and one logs counts.
             tasks.create_task(self._follow())
             tasks.create_task(self._check())
             tasks.create_task(self._count())
@@ -118,7 +118,7 @@ class FleetWatch:
 
     def place(self, body: Place, tenant: str, *, is_operator: bool) -> Placement | Failure:
         """Answer PLACE. Only operators and the lease's tenant learn which node serves a name."""
-        # Report the node of a name only to the name's tenant and to operators.
+        # Only the name's tenant and operators may learn its node.
         claim = self.view.claims.get(body.name)
         tells_holder = is_operator or (claim is not None and claim.record.tenant == tenant)
         result = self.denial() or self._placed(body, tells_holder)
@@ -137,16 +137,16 @@ class FleetWatch:
         self.counts.listings["listed"] += 1
         viewer, now_s = None if is_operator else tenant, self._clock()
         while self._listings:
-            # Drop expired listings. The dictionary is in order of creation, so the oldest is first.
+            # Drop expired listings. The dictionary is in the order of creation, the oldest first.
             oldest, (made_s, _) = next(iter(self._listings.items()))
             if now_s - made_s < LISTING_S:
                 break
             del self._listings[oldest]
-        # Peers with the same rights share the bytes: encoding a listing costs far more than sending it.
+        # Peers with the same rights share the bytes, because encoding takes much longer than sending.
         if viewer in self._listings:
             return self._listings[viewer][1]
         payload = build_body(self._report(viewer, now_s))
-        # The cache is limited, because there may be many tenants, and a listing may be megabytes long.
+        # Limit the cache, because there may be many tenants, and a listing may have megabytes.
         if len(self._listings) < MAX_LISTINGS:
             self._listings[viewer] = now_s, payload
         return payload
@@ -154,7 +154,7 @@ class FleetWatch:
     def _report(self, viewer: str | None, now_s: float) -> Report:
         """Return the report for a tenant, or for operators if `viewer` is None."""
         view = self.view
-        # First mark the nodes that have become silent since the last request.
+        # Mark the nodes that have become silent since the last request.
         view.settle(self._silent_before_s())
         # Only operators see nodes. A tenant sees its own names, whichever node serves them.
         nodes = sorted(view.nodes.items())[:MAX_LISTED] if viewer is None else []
@@ -196,7 +196,7 @@ class FleetWatch:
         """Return why the directory can't answer now; None if it can."""
         if self._is_read and self.age_s() <= VIEW_LIMIT_S:
             return None
-        # Without a current view every answer could be wrong, so refuse, with the reason why there is none.
+        # Without a current view every answer could be wrong. The failure says why there is no current view.
         cause = f"has not reached etcd for {self.age_s():.0f} s"
         if not self._is_read:
             cause = "has not read the fleet's records from etcd yet"
@@ -217,7 +217,7 @@ class FleetWatch:
                 "the lease's name is not valid",
                 hint="Use 1 to 128 letters, digits, dots, dashes and underscores.",
             )
-        # Step 2: labels arrive as KEY=VALUE; one without "=" asks for an empty value.
+        # Step 2: split labels, which are KEY=VALUE. A label without "=" stands for an empty value.
         labels = dict(text.partition("=")[::2] for text in body.labels)
         query = PlaceQuery(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
         # Step 3: choose candidates from the view.
@@ -231,7 +231,7 @@ class FleetWatch:
         )
 
     def _silent_before_s(self) -> float:
-        """Return the time such that nodes with records that last changed then or earlier are silent."""
+        """Return the time at or before which a silent node's record has last changed."""
         horizon_s = self.view.horizon_s or DEFAULT_TERMS.horizon_s
         return self._clock() - horizon_s * SILENT_PART
 
@@ -272,11 +272,11 @@ class FleetWatch:
             self._log_unreadable()
             self._is_read, self._confirmed_s = True, self._clock()
             try:
-                # Step 3: apply every change after that revision, in order, for as long as the watch lives.
+                # Step 3: apply every change after that revision, in order, until the watch ends.
                 async for batch in self._client.watch(PREFIX, answer.revision + 1):
                     self._apply(batch)
             except WatchEnded as ended:
-                # The view stays as it was until it is read again.
+                # Keep the view until it is read again.
                 self._reason = str(ended)
                 await asyncio.sleep(RETRY_S)
 
@@ -297,12 +297,12 @@ class FleetWatch:
             log_event(LogEvent.FLEET_UNREADABLE, reason=reason, suppressed=suppressed or None)
 
     async def _check(self) -> None:
-        """Check repeatedly that etcd answers, because the watch reports nothing while the fleet does not change."""
+        """Check at intervals that etcd answers. The watch alone does not show this while nothing changes."""
         while True:
             asked_s = self._clock()
             answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))
             if isinstance(answer, TransactionAnswer):
-                # Use the time of the request, not of the answer: the view is at least that recent.
+                # The view is at least as recent as the request, so use the time of the request.
                 self._confirmed_s = asked_s
             else:
                 self._reason = answer.reason
@@ -321,7 +321,7 @@ class FleetWatch:
         counts = Counts()
         while True:
             await asyncio.sleep(COUNTS_S)
-            # Count only the changes since the last line. Counters never decrease, so the difference is exact.
+            # Log the difference since the last line.
             placements = self.counts.placements - counts.placements
             listings = self.counts.listings - counts.listings
             counts = Counts(self.counts.placements.copy(), self.counts.listings.copy())

@@ -1,7 +1,7 @@
-"""The nodes of a view, indexed by the properties that a request for a lease can ask for: room, labels, cards.
+"""Indexes a view's nodes by what a request for a lease may ask for: room, labels and cards.
 
-A directory of ten thousand nodes can so answer without visiting each node, even if no node fits: impossible requests
-cost no more than others. A heartbeat that changes nothing else about a node changes only the order by age.
+With the index, a directory of ten thousand nodes answers a request without visiting each node, even if no node fits. A
+heartbeat without other changes only moves its node in the order by age.
 """
 
 from bisect import bisect_left, insort
@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord
 
 MAX_CARDS: Final = 64
-"""Maximum number of cards of one node that are indexed by UUID and index. Only a foreign writer's record has more."""
+"""Maximum number of cards of one node that are indexed by UUID and index. No node has more."""
 
 
 class Room(IntEnum):
-    """Kinds of room: on any card, on a card without leases, and on a partition without leases."""
+    """Kinds of room: on any card, on a card without leases, on a partition without leases."""
 
     ANY = 0
     EMPTY = 1
@@ -31,13 +31,10 @@ Rooms = tuple[int, ...]
 class NodeView(NamedTuple):
     """A node in the view.
 
-    Attributes:
-        record: The node's record.
-        inventory: The node's inventory, from the record or from the inventory's own key.
-        incarnation: The record's create revision, which is different for each membership.
-        revision: The record's mod revision, which is different for each heartbeat.
-        changed_s: When the view last saw the record change, on the reader's monotonic clock.
-        rooms: The largest slices that the node's cards would grant.
+    Attributes: record: The node's record. inventory: The node's inventory, from the record or from the inventory's own
+    key. incarnation: The record's create revision, which is different for each membership. revision: The record's mod
+    revision, which is different for each heartbeat. changed_s: When the view last saw the record change, in seconds of
+    the directory's monotonic clock. rooms: The largest slices that the node's cards would grant.
     """
 
     record: NodeRecord
@@ -52,7 +49,7 @@ def rooms_of(*cards: CardRecord) -> Rooms:
     """Return the largest slices that one of these cards would grant."""
     rooms = [-1] * len(Room)
     for card in cards:
-        # The kinds are nested: an empty partition is also an empty card, and an empty card is also any card.
+        # An empty partition is also an empty card, and an empty card also counts for any card.
         kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
         for kind in range(kinds + 1):
             rooms[kind] = max(rooms[kind], card.largest_bytes)
@@ -62,10 +59,8 @@ def rooms_of(*cards: CardRecord) -> Rooms:
 class NodeIndex:
     """Nodes by room, label and card.
 
-    Attributes:
-        silent: Nodes that were silent for too long at the last call of `settle`.
-        draining: Draining nodes, including silent ones.
-        unreachable: Nodes without an address or inventory, including silent and draining ones.
+    Attributes: silent: Nodes that were silent at the last call of `settle`. draining: Draining nodes, including silent
+    ones. unreachable: Nodes without an address or inventory, including silent and draining ones.
     """
 
     def __init__(self) -> None:
@@ -74,18 +69,18 @@ class NodeIndex:
         self.unreachable: set[str] = set()
         self._by_room: tuple[list[tuple[int, str]], ...] = tuple([] for _ in Room)
         self._listed: dict[str, Rooms] = {}
-        """The rooms under which each node is in these lists."""
+        """The rooms with which each node is in these lists."""
         self._by_label: dict[tuple[str, str], set[str]] = {}
         self._by_card: dict[str, dict[str, Rooms]] = {}
         self._changes: OrderedDict[str, float] = OrderedDict()
-        """Time of change of each node that is not silent, oldest first."""
+        """`changed_s` of each node that is not silent, oldest first."""
 
     def put(self, node_id: str, node: NodeView, old: NodeView | None) -> None:
         """Replace a node. Nodes must come in the order of their heartbeats.
 
-        A node with a new inventory but no heartbeat stays as silent as it was.
+        A new inventory without a heartbeat does not change whether a node is silent.
         """
-        # Step 1: update only what has changed. Most calls are heartbeats, which change neither labels nor cards.
+        # Step 1: update labels and cards. Most calls are heartbeats, which change neither.
         record = node.inventory
         before = None if old is None else old.inventory
         if before is None or before.labels != record.labels:
@@ -94,12 +89,12 @@ class NodeIndex:
             self._put_cards(node_id, _cards(before), _cards(record))
         for nodes, is_in in ((self.draining, record.is_draining), (self.unreachable, not record.addresses)):
             (nodes.add if is_in else nodes.discard)(node_id)
-        # Step 2: a heartbeat makes the node the freshest, at the end of the order.
+        # Step 2: after a heartbeat, move the node to the end of the order by age.
         if old is None or old.changed_s != node.changed_s:
             self.silent.discard(node_id)
             self._changes[node_id] = node.changed_s
             self._changes.move_to_end(node_id)
-        # Step 3: nodes that can't be candidates have no room in the lists.
+        # Step 3: update the lists of rooms. Nodes that can't be candidates are in no list.
         is_out = record.is_draining or not record.addresses or node_id in self.silent
         self._list(node_id, () if is_out else node.rooms)
 
@@ -112,9 +107,9 @@ class NodeIndex:
         self._list(node_id, ())
 
     def settle(self, silent_before_s: float) -> None:
-        """Remove the nodes that are silent: their record last changed at this time or earlier.
+        """Remove silent nodes, whose record last changed at `silent_before_s` or earlier, from the lists of rooms.
 
-        The time must not decrease.
+        `silent_before_s` must not be less than in an earlier call.
         """
         # The oldest nodes come first, so the work is proportional to the number of nodes that became silent.
         while self._changes:
@@ -126,7 +121,7 @@ class NodeIndex:
             self._list(node_id, ())
 
     def with_room(self, room: Room, size_bytes: int) -> list[tuple[int, str]]:
-        """Return the largest slice and the id of each node with room for a slice of a given size, the fullest first."""
+        """Return largest slice and id of each node with room for a slice of this size, sorted by largest slice."""
         nodes = self._by_room[room]
         return nodes[bisect_left(nodes, (size_bytes, "")) :]
 
@@ -155,7 +150,7 @@ class NodeIndex:
             self._by_card.setdefault(text, {})[node_id] = rooms
 
     def _list(self, node_id: str, rooms: Rooms) -> None:
-        # There is a sorted list for each kind of room: remove the old entry and insert the new one, each by bisection.
+        # Each kind of room has a sorted list. Remove the old entry and insert the new one.
         before = self._listed.pop(node_id, ())
         if rooms:
             self._listed[node_id] = rooms
@@ -170,7 +165,7 @@ class NodeIndex:
 
 
 def _intersection(sets: Iterable[set[str]]) -> set[str] | None:
-    """Return the intersection of the sets, starting with the smallest to bound the work; None if there are no sets."""
+    """Return the intersection of the sets; None if there are no sets. The work is proportional to the smallest set."""
     by_size = sorted(sets, key=len)
     return by_size[0].intersection(*by_size[1:]) if by_size else None
 
@@ -180,7 +175,7 @@ def _labels(record: InventoryRecord | None) -> set[tuple[str, str]]:
 
 
 def _cards(record: InventoryRecord | None) -> dict[str, Rooms]:
-    """Return the free room of the node's cards, by each name with which tenants ask for a card."""
+    """Return the rooms of the node's cards, by UUID and by index."""
     by_card: dict[str, Rooms] = {}
     for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):
         rooms = rooms_of(card)

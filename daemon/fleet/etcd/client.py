@@ -1,15 +1,8 @@
-"""A client of etcd over gRPC, for the fleet's own processes. Importing gRPC starts threads, so the importer can't fork.
+"""A client of etcd over gRPC, for the fleet's own processes. A process that imports it can't fork.
 
-A write is sent to one member, once. It is sent to another member only if the first certainly did not execute it: no
-connection was up, or the member reported that it has no leader, which etcd checks first. The outcome after any other
-failure is Unknown, and the caller reads the keys back. gRPC's own retries are off for that reason. Reads are repeated
-while time is left, and a read of many keys is split into pages.
-
-Each client uses the members in a random order, so that a fleet's nodes spread their load over all members.
-
-etcd's `database space exceeded` leaves open whether the write was done (etcd, apply.go: quotaApplierV3 applies first,
-and then reports that error). The client reads the keys back, and returns TransactionRejected only if no key has the
-written value.
+No write is executed twice. The client sends a write to a second member only if the first certainly did not execute it.
+After any other failure the outcome is Unknown, and the caller reads the keys back. So gRPC's own retries are off. Reads
+are repeated while time is left.
 """
 
 import asyncio
@@ -47,59 +40,60 @@ from gpulease.protocol.foreign_text import printable
 _Reply = TypeVar("_Reply")
 
 MAX_REQUEST_BYTES: Final = 1 << 20
-"""Largest request. etcd accepts 1.5 MiB by default, and each member keeps requests in its log."""
+"""Maximum bytes of a request. etcd accepts 1.5 MiB by default, and each member keeps requests in its log."""
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Largest accepted answer, and so the largest page, so that a foreign writer can't fill memory."""
+"""Maximum bytes of an answer, and so of a page, to limit the memory that foreign values may take."""
 
 PAGE_KEYS: Final = 1_000
-"""Number of keys in one page. With nodes of 16 cards, that is 2 MiB, which a member returns within the time of one
-request."""
+"""Number of keys in one page. Records of nodes with 16 cards then take 2 MiB, which a member returns within the time of
+one request."""
 
 MAX_READ_BYTES: Final = 512 << 20
-"""Maximum bytes of all pages of one read, for the same reason. 50,000 nodes and 500,000 claims have 300 MiB."""
+"""Maximum bytes of all pages of one read. 50,000 nodes and 500,000 claims have 300 MiB."""
 
 MAX_REASON_CHARS: Final = 300
-"""Longest error text that is passed on; longer ones are cut."""
+"""Maximum characters of an error text. Longer ones are cut."""
 
 CONNECT_LIMIT_MS: Final = 2_000
-"""Longest time for TCP and TLS to one member; a host that is down does not answer."""
+"""Maximum milliseconds to connect to a member, TLS included."""
 
 RECONNECT_MS: Final = (100, 1_000)
-"""Minimum and maximum time between two attempts to connect: a member that restarts is found within a second."""
+"""Minimum and maximum milliseconds between two attempts to connect to a member."""
 
 KEEPALIVE_MS: Final = 6_000
-"""Time between pings on a connection. etcd closes connections that ping more often than every 5 s."""
+"""Milliseconds between pings on a connection. etcd closes connections that ping more often than every 5 s."""
 
 KEEPALIVE_LIMIT_MS: Final = 2_000
-"""Longest time until a ping is answered. A watch therefore leaves a hanging or disconnected member after 8 s."""
+"""Maximum milliseconds until a ping is answered. So a watch leaves a member that hangs or is disconnected after 8 s."""
 
 READ_TRIES: Final = 3
-"""A read waits for one member no longer than its whole time divided by this number, so that there is time for other
-members if one hangs.
+"""A read waits for one member at most for its whole time divided by this number, so that time is left for other
+members.
 """
 
 WATCH_LIFE_S: Final = 600.0
-"""Longest life of one watch's stream. The watch then continues on another stream, because a stream may break without an
-error."""
+"""Maximum seconds of one stream of a watch. The watch then continues on another stream, because a stream may break
+without an error."""
 
 WATCH_RETRY_S: Final = 0.2
-"""Pause after a watch is interrupted. Without it, members that refuse would be asked in a busy loop."""
+"""Seconds to wait after a watch is interrupted, in case all members fail at once."""
 
 _LEADER_NEEDED: Final = (("hasleader", "true"),)
-"""Metadata that makes a member without a leader refuse at once (etcd, v3rpc/interceptor.go), and end its watches."""
+"""Metadata with which a member without a leader fails requests at once and ends watches (etcd, v3rpc/interceptor.go).
+"""
 
 REASON_LIMIT_S: Final = 0.2
-"""Time to find out why no member is reachable. Members that refuse answer at once; silent ones give no reason."""
+"""Maximum seconds to find out why no member is reachable. Members that refuse connections do so at once."""
 
 SIZES_LIMIT_S: Final = 1.0
-"""Longest time to get the size of a member's database; a member answers at once."""
+"""Maximum seconds to get the size of a member's database."""
 
 _END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
 _NO_LEADER: Final = "etcdserver: no leader"
 _NO_SPACE: Final = "etcdserver: mvcc: database space exceeded"
 _WITHOUT_SPACE: Final = TransactionRejected("etcd has no space left")
-"""The outcome of a write that etcd refused for lack of space, although it may have been done."""
+"""The outcome of a write to which etcd answered `database space exceeded`. The write may have been done."""
 
 _REFUSALS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -109,21 +103,18 @@ _REFUSALS: Final = {
     grpc.StatusCode.OUT_OF_RANGE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""Codes with which etcd refuses before it writes. gRPC itself uses some of them, so etcd's own prefix is also
-required."""
+"""Status codes of errors that etcd returns before it writes. gRPC itself also uses some of them, so the text must have
+etcd's prefix too."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
     """How to reach a fleet's etcd.
 
-    Attributes:
-        endpoints: etcd's members, as HOST:PORT.
-        ca_file: The CA of the members' certificates, in PEM; None for plain text, which lets everyone on the network
-          write.
-        cert_file: This client's certificate, with etcd's user as common name. None if etcd does not require one.
-        key_file: The key of this client's certificate.
-        timeout_s: Longest time for a transaction. If no answer has come by then, the outcome is Unknown.
+    Attributes: endpoints: etcd's members, as HOST:PORT. ca_file: The CA of the members' certificates, in PEM; None for
+    connections without TLS, on which anyone on the network can write. cert_file: This client's certificate, with etcd's
+    user as common name. None if etcd does not require one. key_file: The key of this client's certificate. timeout_s:
+    Maximum seconds for a transaction. If no answer has come by then, the outcome is Unknown.
     """
 
     endpoints: tuple[str, ...]
@@ -143,7 +134,7 @@ class EtcdSettings:
             raise BadEtcdSettings(f"the timeout must be more than 0 s, not {self.timeout_s:g} s")
 
     def read_certificates(self) -> Certificates | None:
-        """Return the files' present contents; None for plain text. Raises BadEtcdSettings."""
+        """Return the files' current contents; None without TLS. Raises BadEtcdSettings."""
         return read_certificates(certificate_files(self.ca_file, self.key_file, self.cert_file))
 
 
@@ -161,7 +152,7 @@ class _EtcdMember:
         self.watches: set[Any] = set()
 
     async def close(self) -> None:
-        """End its watches, and close the channel."""
+        """Cancel the member's watches, and close the channel."""
         # In gRPC 1.66 to 1.80, a stream that is being read does not end when its channel is closed.
         for call in self.watches:
             call.cancel()
@@ -172,14 +163,14 @@ class _EtcdMember:
         return self.channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def connect(self) -> "_EtcdMember":
-        """Return this member once it is connected. Waits forever if it never is."""
-        # After the first call, gRPC connects by itself. Each change of the channel's state ends one round of this loop.
+        """Wait until this member is connected, without a limit, and return it."""
+        # `get_state` makes gRPC connect. Each turn of the loop waits for a change of the channel's state.
         while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             await self.channel.wait_for_state_change(state)
         return self
 
     async def failure_reason(self, within_s: float) -> str:
-        """Return why the member is unreachable, in gRPC's words: gRPC reports the reason only to a failed call."""
+        """Return gRPC's reason why the member is unreachable. Makes a call, because only calls get a reason."""
         try:
             await self.calls.status(messages.StatusRequest(), timeout=within_s)
         except grpc.aio.AioRpcError as error:
@@ -206,9 +197,8 @@ _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
 class EtcdClient:
     """A client of one etcd, for one event loop.
 
-    Args:
-        settings: How to reach etcd.
-        read: Returns the present certificates, None for plain text. By default, the client reads the settings' files.
+    Args: settings: How to reach etcd. read: Returns the current certificates, or None without TLS. By default, the
+    client reads the settings' files.
 
     Raises BadEtcdSettings for unreadable certificates.
     """
@@ -224,10 +214,10 @@ class EtcdClient:
     async def do(self, transaction: Transaction) -> Outcome:
         """Return a transaction's outcome within the settings' time, or twice that if etcd is out of space.
 
-        A read-only transaction has that time for each page of PAGE_KEYS, and all pages are of one revision. Network
-        failures are outcomes and raise nothing.
+        A read-only transaction has that time for each page of PAGE_KEYS keys, and all pages are of one revision.
+        Network failures are outcomes; none is raised.
         """
-        # A transaction that only reads is done page by page, and works even if etcd is out of space.
+        # A read-only transaction is read page by page, which works even if etcd is out of space.
         if not transaction.compares and not transaction.writes:
             return await self._read(transaction.reads)
         request = _request(transaction)
@@ -235,14 +225,18 @@ class EtcdClient:
             return TransactionRejected(
                 f"a request to etcd must have at most {MAX_REQUEST_BYTES} bytes, not {size_bytes}"
             )
-        # Compare and write in one request. If etcd reports lack of space, find out whether it wrote.
+        # Compare and write in one request. If etcd reports that it has no space, find out whether it wrote.
         outcome = await self._attempt(
             lambda member, limit_s: self._ask(member, transaction, request, limit_s), is_read=not transaction.writes
         )
         return await self._after_no_space(transaction) if outcome is _WITHOUT_SPACE else outcome
 
     async def compact(self, revision: int) -> Outcome:
-        """Remove the history before a revision. Rejected if it is gone or in the future, or if this user may not."""
+        """Remove etcd's history before a revision.
+
+        The outcome is TransactionRejected if that history is already removed, if the revision is in the future, or if
+        this user may not do this.
+        """
 
         async def ask(member: _EtcdMember, limit_s: float) -> TransactionAnswer:
             request = messages.CompactionRequest(revision=revision)
@@ -258,17 +252,17 @@ class EtcdClient:
             reply = await member.calls.status(messages.StatusRequest(), timeout=SIZES_LIMIT_S)
             return StoreSize(member.endpoint, reply.db_size, reply.db_size_quota)
 
-        # Leave out members that do not answer, and those with a channel that was closed because the certificates
-        # changed.
+        # Leave out members that do not answer, and members whose channel was closed because the certificates changed.
         replies = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
         return [size for size in replies if isinstance(size, StoreSize)]
 
     async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """Yield all changes of keys with a prefix, from a revision on (0: from now on), despite interruptions.
+        """Yield all changes of keys with a prefix from a revision on, or from now on if it is 0.
 
-        Raises Compacted if etcd no longer has the changes, and WatchRefused if this user may not read these keys.
+        The watch continues after interruptions. Raises Compacted if etcd no longer has the changes, and WatchRefused if
+        this user may not read these keys.
         """
-        # Each round is one stream. The next one continues directly after the last change that was yielded.
+        # Each turn is one stream, which begins after the last change that was yielded.
         revision = from_revision
         while True:
             member = await self._connected_for_watch()
@@ -282,14 +276,15 @@ class EtcdClient:
                 if _is_refusal(error):
                     raise WatchRefused(f"{member.endpoint}: {_words(error)}") from None
             except asyncio.CancelledError:
-                # gRPC also cancels streams of a channel that was closed because the certificates changed.
+                # gRPC also cancels streams when `_renew_certificates` closes their channel. Then this task was not
+                # cancelled.
                 if (task := asyncio.current_task()) is None or task.cancelling() or member in self._members:
                     raise
             await asyncio.sleep(WATCH_RETRY_S)
 
     async def close(self) -> None:
         """Close all connections. The outcome of a transaction in progress becomes Unknown."""
-        # Empty the list first: every loop over the members ends then.
+        # Empty the list first, which ends every loop over the members.
         members, self._members = self._members, []
         if self._closing is not None:
             await self._closing
@@ -299,27 +294,27 @@ class EtcdClient:
         credentials, now = None, self._certificates
         if now is not None:
             credentials = grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
-        # A random order spreads the nodes of a fleet over the members.
+        # A random order distributes the nodes of a fleet over the members.
         endpoints = list(self._settings.endpoints)
         Random().shuffle(endpoints)
         return [_EtcdMember(endpoint, credentials) for endpoint in endpoints]
 
     async def _connected(self, unfit: Sequence[_EtcdMember], deadline_s: float) -> _EtcdMember | None:
-        """Return a connected member, the one that answered last if possible; None if none is connected in time."""
+        """Return a connected member, preferably the one that answered last; None if none is connected in time."""
         usable = [member for member in self._members if member not in unfit]
-        # Use a connection that is up, so that an ordinary request waits for nothing here.
+        # Usually a connection is up, and there is no wait.
         for member in usable:
             if member.is_connected:
                 return member
-        # No connection is up. One reason may be certificates that have expired, so read them again.
+        # No connection is up. The certificates may have expired, so read them again.
         if self._renew_certificates():
             usable = self._members
         return await _first_connected(usable, _left_s(deadline_s))
 
     async def _connected_for_watch(self) -> _EtcdMember:
-        """Wait for a connected member, another one for each watch if possible, and return it. Raises WatchRefused."""
+        """Wait for a connected member, if possible not the last watch's, and return it. Raises WatchRefused."""
         while self._members:
-            # Begin with another member each time, so that a member that ends watches does not get the next one as well.
+            # Begin with another member each time, in case a member ends all its watches.
             self._watch_starts += 1
             turn = self._watch_starts % len(self._members)
             for member in self._members[turn:] + self._members[:turn]:
@@ -331,7 +326,7 @@ class EtcdClient:
         raise WatchRefused("the client is closed")
 
     def _prefer_another(self, member: _EtcdMember) -> None:
-        """Move a member that did not answer to the end of the list: a hanging host may keep its connection up."""
+        """Move a member that did not answer to the end of the list. Its host may hang with the connection still up."""
         if member in self._members:
             self._members.remove(member)
             self._members.append(member)
@@ -340,14 +335,14 @@ class EtcdClient:
         """Reconnect if the certificates have changed. Returns whether they have."""
         try:
             certificates = self._read_now()
-        # The files may be half replaced at this moment. The next attempt reads them again.
+        # The files may be half replaced now. The next attempt reads them again.
         except BadEtcdSettings:
             return False
         if certificates == self._certificates or not self._members:
             return False
         self._certificates = certificates
-        # Open new channels with the new certificates. The old channels close in the background; a request on one of
-        # them fails and is tried again.
+        # Open new channels with the new certificates. The old channels are closed in the background. A request on one
+        # of them fails and is tried again.
         old, self._members = self._members, self._open()
         self._closing = asyncio.gather(*(member.close() for member in old))
         return True
@@ -360,27 +355,28 @@ class EtcdClient:
     async def _attempt(
         self, call: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | TransactionRejected:
-        """Ask members, within the settings' time, until one answers. A write ends when a member may have done it."""
+        """Call members one after the other, within the settings' time, until one answers or may have done a write."""
         deadline_s = asyncio.get_running_loop().time() + self._settings.timeout_s
-        # Skip members that failed in this attempt. The loop ends when the time is over or no member is left.
+        # Skip members that have failed. The loop ends when the time is over or no member is left.
         unfit: list[_EtcdMember] = []
         reason = ""
         while (member := await self._connected(unfit, deadline_s)) is not None:
-            # A read may be repeated, so it leaves time for other members. A write is sent once and gets all the time.
+            # A read leaves time to ask other members. A write is sent once and may take all the time.
             limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
             try:
                 return await call(member, min(limit_s, _left_s(deadline_s)))
             except grpc.aio.AioRpcError as error:
                 reason = f"{member.endpoint}: {_words(error)}"
-                # etcd may have applied the write and then reported lack of space, so the caller has to read it back.
+                # etcd reports lack of space after it has applied a write or before (apply.go, quotaApplierV3). The
+                # caller reads the keys back.
                 if error.details() == _NO_SPACE and not is_read:
                     return _WITHOUT_SPACE
-                # etcd answered and wrote nothing. Another member would also refuse.
+                # etcd wrote nothing, and another member would answer the same.
                 if _is_refusal(error):
                     return TransactionRejected(reason)
                 self._prefer_another(member)
-                # A write is sent to a second member only after this one error, which etcd returns before it processes
-                # the write.
+                # Only after this error is a write sent to a second member, because etcd returns it before it processes
+                # a write.
                 if not is_read and error.details() != _NO_LEADER:
                     return Unknown(reason)
                 unfit.append(member)
@@ -390,25 +386,24 @@ class EtcdClient:
         self, member: _EtcdMember, transaction: Transaction, request: Any, limit_s: float
     ) -> TransactionAnswer:
         reply = await member.calls.txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
-        # The responses are in the order of the operations: the writes come first, if the comparisons held (see
-        # _request).
+        # Responses are in the order of `_request`: if the comparisons held, the writes come first.
         written = len(transaction.writes) if reply.succeeded else 0
         ranges = [response.response_range for response in reply.responses[written:]]
         items = tuple(_key_values(response.kvs) for response in ranges)
         return TransactionAnswer(reply.succeeded, reply.header.revision, items, reply.header.cluster_id)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
-        """Read keys at one revision, with Range, because an etcd without space refuses even read-only transactions."""
+        """Read keys at one revision. Uses Range, because an etcd without space rejects even read-only transactions."""
         revision, cluster_id, size_bytes = 0, 0, 0
         items: list[tuple[KeyValue, ...]] = []
-        # The first page fixes the revision of all further pages and reads.
+        # The first page decides the revision of all further pages and reads.
         for get in reads:
             request, is_last = _range(get), False
             request.limit = PAGE_KEYS
             kvs: list[KeyValue] = []
             while not is_last:
                 request.revision = revision
-                # Each page may come from another member; the common revision makes all pages one snapshot.
+                # Pages may come from different members. With one revision, they are one snapshot.
                 page = await self._attempt(partial(_read_page, request), is_read=True)
                 if isinstance(page, Unknown | TransactionRejected):
                     return page
@@ -425,16 +420,16 @@ class EtcdClient:
         return TransactionAnswer(True, revision, tuple(items), cluster_id)
 
     async def _after_no_space(self, transaction: Transaction) -> Outcome:
-        """Distinguish a write that lack of space prevented from one that was done anyway."""
+        """Return the outcome of a write to which etcd answered that it has no space, by reading the keys back."""
         read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
         if not isinstance(read, TransactionAnswer):
             return Unknown("etcd reports that it has no space left, and the keys can't be read back")
-        # If a key has the written value, or none after a deletion, this write may have been done.
+        # If a key has the written value, or is absent after a deletion, the write may have been done.
         for write, items in zip(transaction.writes, read.found, strict=True):
             value = items[0].value if items else None
             if value == (write.value if isinstance(write, Put) else None):
                 return Unknown("etcd reports that it has no space left, but the write may have been done")
-        # No key has the value that was written, so the transaction was not executed.
+        # No key has the written value, so the transaction was not executed.
         return TransactionRejected(
             "etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm"
         )
@@ -447,18 +442,17 @@ class EtcdClient:
             create = messages.WatchCreateRequest(
                 key=prefix, range_end=_prefix_end(prefix), start_revision=revision, progress_notify=True
             )
-            # etcd confirms the watch first. If a member does not, use another member.
+            # etcd first confirms the watch. If a member does not, use another member.
             async with asyncio.timeout(self._settings.timeout_s):
                 await call.write(messages.WatchRequest(create_request=create))
                 reply = await call.read()
             while reply is not _END:
-                # The requested history is gone: the caller must read everything again.
+                # etcd no longer has the requested history, so the caller must read everything again.
                 if reply.compact_revision:
                     raise Compacted(reply.compact_revision)
                 if reply.canceled:
                     raise WatchRefused(f"{member.endpoint}: {_clean(reply.cancel_reason) or 'it cancels the watch'}")
-                # The first reply contains the revision at which a watch from "now on" starts. Later replies contain
-                # changes.
+                # The first reply has the revision at which a watch from now on starts. Later replies have changes.
                 if not reply.created:
                     yield _batch(reply)
                 elif not revision:
@@ -476,9 +470,9 @@ async def _read_page(request: Any, member: _EtcdMember, limit_s: float) -> Any:
 
 
 async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _EtcdMember | None:
-    """Try all members at once, and return the first that connects; None if none does in time."""
+    """Connect to all members at once, and return the first that is connected; None if none is in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
-    # Try all members at the same time, so that those that are down cost no time if one is up.
+    # Connect to all at the same time, so that members that are down cost no time.
     try:
         done, _ = (
             await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED) if tasks else ((), ())
@@ -491,7 +485,7 @@ async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _
 
 
 def _request(transaction: Transaction) -> Any:
-    # On success the writes come first, so that the reads see them. On failure only the reads are done; they show why.
+    # If the comparisons hold, the writes come before the reads, which then see them. Otherwise only the reads are done.
     reads = [messages.RequestOp(request_range=_range(get)) for get in transaction.reads]
     writes = [
         messages.RequestOp(request_put=messages.PutRequest(key=write.key, value=write.value))
@@ -514,7 +508,7 @@ def _range(get: Get) -> Any:
 
 
 def _prefix_end(prefix: bytes) -> bytes:
-    """Return the first key after all those with a prefix (etcd, clientv3: GetPrefixRangeEnd)."""
+    """Return the first key after all keys with a prefix (etcd, clientv3: GetPrefixRangeEnd)."""
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
@@ -526,7 +520,7 @@ def _key_values(messages: Any) -> tuple[KeyValue, ...]:
 
 
 def _batch(reply: Any) -> WatchBatch:
-    """Return a watch's reply as a batch. The header's revision is valid only if no changes are outstanding."""
+    """Return a watch's reply as a batch. The header's revision counts only if the reply has no changes."""
     changes = tuple(
         Removed(event.kv.key, event.kv.mod_revision)
         if event.type == messages.DELETE

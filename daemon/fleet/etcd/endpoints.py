@@ -7,14 +7,13 @@ DEFAULT_PORT: Final = 2379
 """etcd's port for clients (IANA: etcd-client)."""
 
 MAX_ENDPOINTS: Final = 16
-"""Maximum number of members in an address, so that a mistaken list can't open a flood of connections. etcd recommends
-at most 7 members."""
+"""Maximum number of members in an address. etcd recommends at most 7 members."""
 
 _ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
 
 
 class BadEtcdSettings(ValueError):
-    """Settings that reach no etcd. The text names the mistake and the correct form."""
+    """The settings can't be used to reach etcd. The text names the mistake and the correct form."""
 
 
 def parse_endpoints(address: str) -> tuple[str, ...]:
@@ -24,7 +23,7 @@ def parse_endpoints(address: str) -> tuple[str, ...]:
         raise BadEtcdSettings(f"{address!r} must be an address of etcd: write etcd://HOST,HOST:PORT")
     endpoints = []
     for host in hosts.split(","):
-        # A host name or an address, and a port if it is not the usual one.
+        # Each part is a host name or address, and perhaps a port.
         match = _ENDPOINT.fullmatch(host)
         port = int(match[2] or DEFAULT_PORT) if match else 0
         if match is None or not 0 < port < 1 << 16:

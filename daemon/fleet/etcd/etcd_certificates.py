@@ -1,6 +1,7 @@
 """The certificates with which etcd and its clients authenticate to each other.
 
-The fleet process can't open files. The broker opens them and sends the descriptors, again after each change of a file.
+The fleet process can't open files. The broker opens the files and sends the descriptors, at the start and after each
+change of a file.
 """
 
 import os
@@ -16,8 +17,7 @@ Stamp = tuple[int, int, int, int]
 """A file's device, inode, size and time of last change."""
 
 MAX_FILE_BYTES: Final = 4 << 20
-"""Maximum number of bytes of one file, so that a mistaken path can't fill memory. A bundle of all public CAs has 0.3
-MiB."""
+"""Maximum bytes of one file. A bundle of all public CAs has 0.3 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
     fds: list[int] = []
     path = None
     try:
-        # Open all files or none: a key without its certificate would be useless.
+        # Open all files or none, because a key is of no use without its certificate.
         for path in files.values():
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         stats = [os.fstat(fd) for fd in fds]
@@ -65,7 +65,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
 
 
 def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
-    """Return a value that differs after a file is changed or replaced. Raises BadEtcdSettings."""
+    """Return a value that changes when a file is changed or replaced. Raises BadEtcdSettings."""
     try:
         return tuple(_stamp_of(os.stat(path)) for path in files.values())
     except OSError as error:
@@ -77,11 +77,11 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
 
 
 def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:
-    """Return the contents of the passed open files, named by `names`; None without `ca`. Raises BadEtcdSettings."""
+    """Return the contents of open files. `names` has each one's name; None without `ca`. Raises BadEtcdSettings."""
     if len(names) != len(fds):
         raise BadEtcdSettings("the certificate files could not be passed on because too many files are open")
     try:
-        # Use pread(2), which does not move the offset, because the descriptors share it with the sender.
+        # Use pread(2), because descriptors share their offset with the sender's.
         contents = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
     except OSError as error:
         raise BadEtcdSettings(f"a certificate can't be read: {error.strerror}") from None

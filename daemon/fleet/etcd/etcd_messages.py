@@ -1,7 +1,7 @@
 """The messages and calls of etcd that the client uses (etcd, api/etcdserverpb/rpc.proto, api/mvccpb/kv.proto).
 
-This module builds them from its own descriptors, in its own pool: no compiler of .proto files has to run, and another
-library's description of etcd in the same process causes no conflict. Enumerations are plain numbers, as on the wire.
+The classes are built from the table `MESSAGES`, without a compiler of .proto files. They are in a pool of their own, so
+that another library may also define etcd's messages in the same process. Enumerations are plain numbers.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 CREATE: Final = 1
 MOD: Final = 2
-"""Compare.target: a key's create revision, its mod revision."""
+"""Compare.target: compare a key's create revision, or its mod revision."""
 
 DELETE: Final = 1
 """Event.type: the key was removed."""
@@ -38,7 +38,7 @@ MESSAGES: Final = {
     "RequestOp": "RangeRequest request_range = 1, PutRequest request_put = 2,"
     " DeleteRangeRequest request_delete_range = 3",
     "ResponseOp": "RangeResponse response_range = 1",
-    # The revision is a member of a oneof, so that 0 is also sent.
+    # The revision is in a oneof, so a 0 is also sent.
     "Compare": "int64 result = 1, int64 target = 2, bytes key = 3, int64 create_revision = 5 of union,"
     " int64 mod_revision = 6 of union",
     "TxnRequest": "Compare* compare = 1, RequestOp* success = 2, RequestOp* failure = 3",
@@ -52,7 +52,7 @@ MESSAGES: Final = {
     "StatusRequest": "",
     "StatusResponse": "ResponseHeader header = 1, int64 db_size = 3, int64 db_size_quota = 12",
 }
-"""Fields by message: `TYPE NAME = NUMBER`; `*`: repeated; `of union`: one of several."""
+"""Fields by message: `TYPE NAME = NUMBER`. `*` marks a repeated field, and `of union` a field of a oneof."""
 
 
 def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
                 if not message.oneof_decl:
                     message.oneof_decl.add(name="union")
                 field.oneof_index = 0
-    # Step 2: make a separate pool, which contains no other description of etcd.
+    # Step 2: add it to a separate pool.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     descriptors = {name: pool.FindMessageTypeByName(f"{package}.{name}") for name in fields}

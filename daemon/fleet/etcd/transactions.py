@@ -1,8 +1,8 @@
 """etcd's transactions, answers and changes as values, without a network (etcd v3, rpc.proto: Txn, Range, Watch).
 
-A transaction compares revisions, and writes if all comparisons hold. Revisions number all writes of the store, and only
-rise. A key's create revision belongs to the write that created it, its mod revision to its last write. In comparisons,
-an absent key has revision 0.
+A transaction compares revisions, and writes if all comparisons hold. Each write of the store increases the revision. A
+key's create revision is that of the write that created the key, and its mod revision that of its last write. In
+comparisons, an absent key has revision 0.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 
 class KeyValue(NamedTuple):
-    """A key with its value, as of the revision that was read."""
+    """A key with its value at the revision that was read."""
 
     key: bytes
     value: bytes
@@ -39,13 +39,13 @@ class Put(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """The removal of a key; does nothing if the key is absent."""
+    """The removal of a key. If the key is absent, it does nothing."""
 
     key: bytes
 
 
 class Get(NamedTuple):
-    """A read of a key, or of all keys with that prefix."""
+    """A read of a key, or of all keys with this prefix."""
 
     key: bytes
     is_prefix: bool = False
@@ -56,7 +56,7 @@ Compare = CreateRevisionIs | ModRevisionIs
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """An atomic step: `writes` if every comparison holds; then the reads, in either case.
+    """An atomic step: the writes, if every comparison holds, and then the reads in any case.
 
     Attributes:
         compares: The comparisons; an empty tuple always holds.
@@ -71,13 +71,11 @@ class Transaction:
 
 @dataclass(frozen=True, slots=True)
 class TransactionAnswer:
-    """The answer to a transaction, which a majority of etcd's members agreed on.
+    """etcd's answer to a transaction, on which a majority of its members agreed.
 
-    Attributes:
-        succeeded: Whether the comparisons held, so that the writes are done.
-        revision: The store's revision after the transaction; if it wrote, the revision of the writes.
-        found: The results of each read, in order of keys.
-        cluster_id: The cluster that answered.
+    Attributes: succeeded: Whether the comparisons held and the writes are done. revision: The store's revision after
+    the transaction. If the transaction wrote, it is the revision of the writes. found: The result of each read, sorted
+    by key. cluster_id: The cluster that answered.
     """
 
     succeeded: bool
@@ -95,7 +93,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class TransactionRejected:
-    """etcd refused the whole transaction, because it is out of space or this user may not write these keys."""
+    """etcd did not execute the transaction, because it is out of space or this user may not write these keys."""
 
     reason: str
 
@@ -106,10 +104,9 @@ Outcome = TransactionAnswer | Unknown | TransactionRejected
 class StoreSize(NamedTuple):
     """The size of a member's database.
 
-    Attributes:
-        size_bytes: Size of the file. A compaction frees parts of the file, a defragmentation returns them to the host.
-        quota_bytes: The size above which a member refuses writes; 0 if this version does not report it (before etcd
-          3.6).
+    Attributes: size_bytes: Size of the file in bytes. A compaction frees space within the file. A defragmentation makes
+    the file smaller. quota_bytes: The size in bytes above which a member rejects writes; 0 before etcd 3.6, which does
+    not report it.
     """
 
     endpoint: str
@@ -126,9 +123,9 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """A watch's next changes, in order of their revisions. The watch has now reported all changes up to `revision`.
+    """A watch's next changes, in the order of their revisions.
 
-    An empty batch shows that nothing changed up to `revision`, and that the watch is alive.
+    The watch has now reported all changes up to `revision`. An empty batch means that there were none.
     """
 
     revision: int
@@ -136,7 +133,7 @@ class WatchBatch:
 
 
 class WatchEnded(Exception):
-    """A watch can't continue, for the reason that the subclass names."""
+    """The base of the errors after which a watch can't continue."""
 
 
 class Compacted(WatchEnded):
@@ -152,4 +149,4 @@ class Compacted(WatchEnded):
 
 
 class WatchRefused(WatchEnded):
-    """etcd refuses a watch: this user may not read there."""
+    """etcd refuses a watch, because this user may not read these keys."""

@@ -1,1 +1,1 @@
-"""The records in etcd: the keys, the values and their bounds, and the settings that they depend on."""
+"""The fleet's records in etcd: keys, values and their limits; and the settings that they depend on."""

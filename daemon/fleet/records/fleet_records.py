@@ -47,13 +47,13 @@ EPOCHS: Final = PREFIX + b"epochs"
 JOINED: Final = PREFIX + b"joined"
 
 MAX_EPOCH_BASE: Final = 1 << 62
-"""Largest epoch base that is accepted, so that a foreign writer can't make epochs exceed 64 bits."""
+"""Largest epoch base that is accepted, so that epochs fit into 64 bits."""
 
 MAX_GENERATION_BYTES: Final = 128
-"""Longest generation that is kept unchanged. The journal and the messages between the daemon's processes contain it."""
+"""Maximum bytes of a generation that is kept unchanged in the journal and in messages."""
 
 MAX_NODE_ID_BYTES: Final = 255
-"""Longest id of a node, as long as a host name (RFC 1035, 2.3.4), so that keys fit into messages."""
+"""Maximum bytes of a node's id, the same as for a host name (RFC 1035, 2.3.4)."""
 
 
 def node_key(node_id: str) -> bytes:
@@ -115,7 +115,7 @@ NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
 EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
 
 _HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
-"""Nodes never use a value outside these bounds. With a shorter one, a directory would report all nodes as silent."""
+"""A horizon within the bounds that the settings have. With a shorter one, all nodes would count as silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +167,19 @@ class _Beat:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord(_Beat):
-    """A node's membership. It is small, because etcd keeps each heartbeat until it compacts.
+    """A node's membership. The record is small, because etcd keeps every heartbeat in its history.
 
-    Attributes:
-        nonce: Identifies this write, so that the writer recognises it if the answer was lost.
-        boot_ms: The node's clock (CLOCK_BOOTTIME) at the heartbeat.
-        beat: Number of the heartbeat; 0 if the daemon's version numbers none. The daemon records it in its journal
-          first, so a journal with a lower number is a copy or an earlier state.
-        inventory: The inventory, from a daemon version that writes it with each heartbeat; None if it has its own key.
+    Attributes: nonce: A text by which the writer recognises this write if the answer was lost. boot_ms: The node's
+    CLOCK_BOOTTIME at the heartbeat, in milliseconds. beat: Number of the heartbeat; 0 if the daemon's version does not
+    number them. The daemon writes the number to its journal before the heartbeat, so a journal with a lower number is a
+    copy or an earlier state. inventory: The inventory, from older versions of the daemon; None if the inventory has a
+    key of its own.
     """
 
     inventory: InventoryRecord | None = None
 
     def encode(self) -> bytes:
-        """Encode the record as JSON. An inventory goes into the same object."""
+        """Encode the record as JSON. The inventory's members are in the same object."""
         members = {"nonce": self.nonce, "boot_ms": self.boot_ms, "beat": self.beat}
         inventory = {} if self.inventory is None else asdict(self.inventory)
         return dumps(members | inventory, separators=(",", ":")).encode()
@@ -190,14 +189,10 @@ class NodeRecord(_Beat):
 class ClaimRecord(StoredRecord):
     """A claim of a name.
 
-    Attributes:
-        node_id: The node that serves the name.
-        incarnation: The create revision of that node's record at the time of the claim. With another one, the claim is
-          void.
-        lease_id: The lease's id, in 32 hexadecimal digits.
-        tenant: The lease's tenant.
-        nonce: Identifies this claim, so that its writer recognises it if the answer was lost.
-        epoch_base: The claim's epoch is this number plus the claim's mod revision.
+    Attributes: node_id: The node that serves the name. incarnation: The create revision of that node's record at the
+    time of the claim. The claim is void if the record has another one. lease_id: The lease's id, in 32 hexadecimal
+    digits. tenant: The lease's tenant. nonce: A text by which the writer recognises this claim if the answer was lost.
+    epoch_base: The claim's epoch is this number plus the claim's mod revision.
     """
 
     node_id: NodeId
@@ -210,12 +205,10 @@ class ClaimRecord(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class EpochsRecord(StoredRecord):
-    """States that all leases from before a generation are over, so that nodes may claim names under it.
+    """The record with which nodes may claim names under a generation: all earlier leases are over.
 
-    Attributes:
-        generation: Text of the generation key.
-        base: A claim's epoch is this number plus its mod revision. So epochs rise even if the revisions of a restored
-          store are lower.
+    Attributes: generation: Text of the generation key. base: A claim's epoch is this number plus the claim's mod
+    revision. So epochs rise even if a restored store has lower revisions.
     """
 
     generation: Text
@@ -228,7 +221,7 @@ def read_node(value: bytes) -> NodeRecord | Unreadable:
         return beat
     if isinstance(inventory, Unreadable):
         return inventory
-    # A daemon that writes its inventory here always writes its labels, even if it has none.
+    # A daemon that writes its inventory here always writes its labels, so an inventory equal to the default means none.
     return NodeRecord(beat.nonce, beat.boot_ms, beat.beat, None if inventory == InventoryRecord() else inventory)
 
 
@@ -237,8 +230,8 @@ def read_horizon_s(value: bytes) -> float | Unreadable:
 
 
 def read_generation(value: bytes) -> str:
-    """Return the store's generation as a short text, distinct for each value: operators may write any value."""
-    # An operator writes this key by hand, so any bytes must give a usable text.
+    """Return the store's generation as a short text that differs for each value."""
+    # An operator writes this key, so it may have any bytes.
     try:
         text = value.decode() if len(value) <= MAX_GENERATION_BYTES else ""
     except UnicodeDecodeError:

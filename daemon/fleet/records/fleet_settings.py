@@ -1,4 +1,4 @@
-"""The `[fleet]` table as a value: the node's fleet, and what the node publishes there."""
+"""The settings of the table `[fleet]`: the node's fleet, and what the node publishes there."""
 
 from dataclasses import field
 from enum import Enum
@@ -18,26 +18,29 @@ NEEDED: Final = ("grpc", "google.protobuf", "msgspec")
 """The packages that connect to etcd and read its values, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2
-"""A shorter horizon would pass while etcd elects a leader, which takes one to two seconds."""
+"""Minimum horizon in seconds. A shorter one would pass while etcd elects a leader, which takes one to two seconds."""
 
 MAX_HORIZON_S: Final = 600
-"""A longer horizon has the wrong unit: it would block a dead node's names for more than ten minutes."""
+"""Maximum horizon in seconds. A longer one, which is probably in a wrong unit, would block a dead node's names for more
+than ten minutes.
+"""
 
 HISTORY_S: Final = 60
-"""Seconds of history that are always kept. A directory that is cut off finds another member of etcd within 12 s and
-continues where it stopped. After a longer gap, it reads everything again. 10,000 nodes write 0.2 GiB in that time."""
+"""Seconds of etcd's history that are kept by default. A directory that is cut off finds another member of etcd within
+12 s and continues where it stopped. After a gap longer than the history, it reads everything again. 10,000 nodes write
+0.2 GiB in 60 s."""
 
 MIN_HISTORY_S: Final = 15
-"""With this, a directory that moves to another member of etcd within 12 s still finds all changes."""
+"""Minimum seconds of history, so that a directory that needs 12 s to find another member of etcd misses no change."""
 
 MAX_HISTORY_S: Final = 86_400
-"""A longer history has the wrong unit: a thousand nodes write 5 GiB in a day."""
+"""Maximum seconds of history. A thousand nodes write 5 GiB in a day."""
 
 ETCD_QUOTA_BYTES: Final = 2 << 30
-"""etcd's default (etcd, --quota-backend-bytes)."""
+"""etcd's default for the maximum size of its database (etcd, --quota-backend-bytes)."""
 
 MIN_ETCD_QUOTA_BYTES: Final = 64 << 20
-"""A smaller quota is used up before a fleet has compacted twice."""
+"""Minimum size in bytes. A smaller one is used up before a fleet has compacted twice."""
 
 MAX_LABELS: Final = 16
 """Maximum number of a node's labels, which are in each inventory that it writes."""

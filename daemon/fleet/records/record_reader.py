@@ -1,9 +1,8 @@
-"""Reads every value that a fleet's processes find in etcd: a record, or the reason why it is unreadable.
+"""Reads records from etcd's values. A value that is not a valid record is unreadable.
 
-Values in etcd can't be trusted: they may come from a daemon of another version, from anyone with a node's certificate,
-or from an operator's mistake. Each kind of record declares its members with types and bounds, and msgspec checks them
-while it parses, so no forbidden number or text gets past this module. Callers treat an unreadable value as absent;
-`UnreadableRecords` counts and reports it.
+A daemon of another version, anyone with a node's certificate or an operator may have written a value. So each kind of
+record declares types and limits, which msgspec checks. Callers treat an unreadable value as absent; `UnreadableRecords`
+counts and reports it.
 """
 
 from dataclasses import asdict
@@ -15,20 +14,19 @@ import msgspec
 from msgspec import Meta
 
 MAX_RECORD_BYTES: Final = 64 << 10
-"""Largest record that is read, in bytes, so that a foreign writer can't fill memory. The record of a node with 16 cards
-has 2 KiB."""
+"""Maximum bytes of a record. The record of a node with 16 cards has 2 KiB."""
 
 MAX_TEXT_CHARS: Final = 1024
-"""Longest text in a record, so that texts fit into messages to tenants and to the broker."""
+"""Maximum characters of a text in a record, so that it fits into messages."""
 
 MAX_NUMBER: Final = (1 << 63) - 1
 """Largest number in a record. etcd's revisions, times in nanoseconds and all messages have 64 bits."""
 
 MAX_QUOTA_BYTES: Final = 1 << 60
-"""Largest quota, an exbibyte, so that budgets that move between shards stay at most MAX_NUMBER."""
+"""Largest quota, an exbibyte, so that sums of a quota's budgets do not exceed MAX_NUMBER."""
 
 MAX_REASON_CHARS: Final = 160
-"""Longest reason for an unreadable value, in characters. The log and health reports contain it."""
+"""Maximum characters of the reason why a value is unreadable, for the log and health reports."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
@@ -46,16 +44,16 @@ class Unreadable(NamedTuple):
 
 
 def read_record(kind: type[R], value: bytes) -> R | Unreadable:
-    """Read a value as JSON of that kind. Raises nothing for any bytes.
+    """Read a value as a JSON object of that kind. Raises nothing.
 
-    Ignores members that the kind does not have, so that nodes of two versions can form one fleet.
+    Unknown members are ignored, so that nodes of two versions can form one fleet.
     """
     if len(value) > MAX_RECORD_BYTES:
         return Unreadable(f"a record must have at most {MAX_RECORD_BYTES} bytes, not {len(value)}")
     try:
         record: R = _decoder(kind).decode(value)  # type: ignore[arg-type]  # types are hashable
     except Exception as error:
-        # Catch every exception, because a parser of foreign bytes may fail in ways that no list covers.
+        # Catch every exception, because the bytes may be anything.
         return Unreadable(str(error)[:MAX_REASON_CHARS])
     return record
 

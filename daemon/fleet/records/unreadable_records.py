@@ -1,4 +1,4 @@
-"""The values in etcd that one process could not read: how many it has found, and which exist now."""
+"""Counts the values in etcd that a process could not read, and lists those that exist now."""
 
 from itertools import islice
 from typing import Final
@@ -9,13 +9,13 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable
 
 MAX_REMEMBERED: Final = 64
-"""Maximum number of keys that are remembered, so that a foreign writer of many keys can't fill memory."""
+"""Maximum number of keys that are remembered."""
 
 MAX_SHOWN: Final = 3
-"""Maximum number of keys in one sentence, to keep lines of the log and of health reports short."""
+"""Maximum number of keys in one sentence of the log or a health report."""
 
 MAX_KEY_CHARS: Final = 200
-"""Longest part of a key that is shown, in characters. Keys in etcd may have a megabyte."""
+"""Maximum characters of a key that are shown. A key in etcd may have a megabyte."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class UnreadableRecords:
         self._records.pop(key, None)
 
     def forget_older(self, seen_ns: int) -> None:
-        """Forget the keys that were last read before the time `seen_ns`, because they may have been deleted."""
+        """Forget the keys that were last read before `seen_ns`, because they may have been deleted."""
         while self._records:
             # The dictionary is in the order of the last reads.
             key, oldest = next(iter(self._records.items()))
@@ -62,7 +62,7 @@ class UnreadableRecords:
             del self._records[key]
 
     def sentence(self) -> str:
-        """Return a text for operators about the present unreadable values; "" if there are none."""
+        """Return a text for operators about the values that are unreadable now; "" if there are none."""
         if not self._records:
             return ""
         parts = [f"{shown_key(key)} ({record.reason})" for key, record in islice(self._records.items(), MAX_SHOWN)]

@@ -1,15 +1,12 @@
-"""Clock rates: a node whose clock runs faster or slower than the other nodes' clocks compensates for the difference.
+"""Measures the rates of other nodes' clocks, so that a node whose own clock is too fast or too slow can compensate.
 
-The fleet's deadlines and waits are correct only while no clock's rate is wrong by more than rho. So up to 16 nodes
-publish facts about their last heartbeat in slots: its revision, and two times on their own clock between which etcd
-executed it. From its own heartbeats, every node knows a time on its own clock before that revision and one after it.
-Two such revisions give an interval for the rate of one clock relative to the other, however late requests and answers
-are. The interval becomes narrower with time. A node compensates only if the median interval lies completely outside the
-tolerance.
+The fleet's deadlines and waits are correct only if the error of every clock's rate is at most rho. So up to 16 nodes
+each publish a reading in a slot: the revision of their last heartbeat, and a time on their clock before it and one
+after it. From its own heartbeats, every node also knows a time on its own clock before that revision and one after it.
+Two readings of a slot give an interval for the rate of the slot's clock relative to this node's. Late answers make the
+interval wider, but never wrong. A node compensates if the median interval is completely outside the tolerance.
 
-The slots of other nodes may be forged. So they never cause a node to leave the fleet. They only make the node more
-careful, within limits (`Membership.make_up_for`): deadlines on a slow clock come earlier, and waits on a fast clock
-last longer.
+Slots may be forged. So they only make deadlines earlier and waits longer, within limits (`Membership.make_up_for`).
 """
 
 from collections import deque
@@ -25,30 +22,27 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16
-"""Maximum number of clocks with which nodes compare their own. Limits the number of values that a heartbeat reads."""
+"""Number of slots, all of which each heartbeat reads."""
 
 _SLOT_KEYS: Final = tuple(CLOCKS + b"%02d" % number for number in range(SLOTS))
 
 MIN_CLOCKS: Final = 3
-"""Minimum number of clocks, including this node's, from which the median can show that one is wrong."""
+"""Minimum number of clocks, this node's included, for a median."""
 
 WINDOW_NS: Final = 3 * 3600 * NS_PER_S
-"""Nanoseconds after which the measurement of a clock's rate begins again, so that a changed rate is noticed."""
+"""Nanoseconds after which the measurement of a clock's rate begins again, to notice a changed rate."""
 
 MAX_POLLS: Final = 16
-"""Maximum number of heartbeats of this node that are remembered. That is enough, because the revision in a slot is
-about one heartbeat old."""
+"""Maximum number of this node's heartbeats that are remembered. The revision in a slot is about one heartbeat old."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClockRecord(StoredRecord):
     """A slot's value.
 
-    Attributes:
-        instance: The run of the process that wrote it.
-        revision: The store's revision at its previous heartbeat.
-        low_ns: A time on its clock before that revision.
-        high_ns: A time on its clock after that revision.
+    Attributes: instance: A random text of the run of the fleet process that wrote it. revision: The store's revision at
+    its previous heartbeat. low_ns: A time on its clock before that revision. high_ns: A time on its clock after that
+    revision.
     """
 
     instance: Text
@@ -62,7 +56,7 @@ class ClockRecord(StoredRecord):
 
 
 class _Poll(NamedTuple):
-    """One of this node's heartbeats: a revision that the store reached between two times."""
+    """One of this node's heartbeats: the store reached the revision between two times."""
 
     revision: int
     sent_ns: int
@@ -70,7 +64,7 @@ class _Poll(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A revision on two clocks: the times before and after it on the slot's clock and on this node's."""
+    """A revision on two clocks: a time before and after it on the slot's clock, and on this node's."""
 
     instance: str
     revision: int
@@ -82,15 +76,15 @@ class _Reading(NamedTuple):
 
 @dataclass(slots=True)
 class _Clock:
-    """A slot's clock, with its first and its latest reading."""
+    """A slot's clock, with the first reading of the window and the latest one."""
 
     first: _Reading
     last: _Reading
 
     def rate(self) -> tuple[float, float] | None:
-        """Return the limits of this clock's rate relative to this node's; None if the readings are too close."""
-        # Each reading is an interval. The shortest possible time on this node's clock gives the highest rate, and the
-        # longest gives the lowest.
+        """Return the lowest and highest possible rate relative to this node's clock; None if readings are too close."""
+        # The shortest possible time between the readings on this node's clock gives the highest rate, and the longest
+        # the lowest.
         shortest = self.last.low_ns - self.first.high_ns
         longest = self.last.high_ns - self.first.low_ns
         if shortest <= 0:
@@ -106,7 +100,7 @@ class ClockRates:
         self._membership = membership
         self._clocks: dict[bytes, _Clock] = {}
         self._writes: dict[bytes, tuple[int, int]] = {}
-        """By slot, its mod revision, and the time since which this node knows the revision."""
+        """Each slot's mod revision, and the time since which this node knows it."""
         self._slot: bytes | None = None
         self._instance = membership.instance
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)
@@ -115,18 +109,18 @@ class ClockRates:
         return Get(CLOCKS, is_prefix=True)
 
     def write(self) -> tuple[Put, ...]:
-        """Return the writes for a heartbeat: facts about the previous heartbeat, if this node has a slot."""
+        """Return the writes for a heartbeat: the reading of the previous heartbeat, if this node has a slot."""
         return () if self._slot is None or not self._polls else (self._put(self._slot),)
 
     def lose_slot(self) -> None:
-        """Stop writing until a read shows that the slot is this node's, because a heartbeat was not acknowledged."""
+        """Stop writing until a read shows that this node has a slot. Called if a heartbeat was not acknowledged."""
         self._slot = None
 
     def forget(self, instance: str = "") -> None:
-        """Restart the measurement, because the store is another one or this node's clock has stopped for a while.
+        """Restart the measurement. Called if the store is another one, or if this node's clock has stopped for a while.
 
-        Args:
-            instance: A new random text for its readings, so that others restart theirs; "" if its clock continued.
+        Args: instance: A new random text for this node's readings, so that other nodes restart too; "" if its clock did
+        not stop.
         """
         self._instance = instance or self._instance
         self._clocks.clear()
@@ -135,9 +129,10 @@ class ClockRates:
         self._slot = None
 
     def observe(self, items: tuple[KeyValue, ...], revision: int, sent_ns: int, now_ns: int) -> float | None:
-        """Process the slots that an acknowledged heartbeat of that revision read.
+        """Process the slots that an acknowledged heartbeat read.
 
-        Returns the rate of the others' clocks if their readings show that this node's clock is wrong; otherwise None.
+        Returns the rate of the other clocks relative to this node's if it shows that this node's clock is wrong; else
+        None.
         """
         # Step 1: remember this heartbeat as a revision between two times on this node's clock.
         self._polls.append(_Poll(revision, sent_ns, now_ns))
@@ -149,30 +144,30 @@ class ClockRates:
                 self._membership.distrust(item, "its key must be one of the slots")
                 continue
             present.add(item.key)
-            # Remember when each slot last changed. A slot that no longer changes is abandoned.
+            # Remember when each slot last changed. A slot that does not change for long is abandoned.
             write = self._writes.get(item.key)
             if write is None or write[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
             record = self._membership.read(ClockRecord.read, item)
             if record is None:
                 continue
-            # The instance shows whether this node still owns the slot. The heartbeat that wrote it may have failed.
+            # By the instance, this node recognises its own slot.
             if record.instance == self._instance:
                 own_key = item.key
             else:
                 self._take(item.key, record, now_ns)
-        # A clock counts only while its slot exists.
+        # Forget clocks whose slot is gone.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in present}
-        # Step 3: keep this node's slot, or take an abandoned one.
+        # Step 3: if this node has no slot, try to take an abandoned one.
         self._slot = own_key
         if own_key is None:
             self._take_slot({item.key: item.mod_revision for item in items}, now_ns)
-        # Step 4: judge by the median.
+        # Step 4: compare the median with the tolerance.
         return self._judge()
 
     def _take(self, key: bytes, record: ClockRecord, now_ns: int) -> None:
         clock = self._clocks.get(key)
-        # The reading is the same as before, because the slot was not written since.
+        # The slot has not been written since the last reading.
         if clock and (clock.last.instance, clock.last.revision) == (record.instance, record.revision):
             return
         # This node's heartbeats directly before and after the slot's revision give its times on this clock.
@@ -181,7 +176,7 @@ class ClockRates:
         if not before or not later_polls:
             return
         reading = _Reading(record.instance, record.revision, record.low_ns, record.high_ns, before[-1], later_polls[0])
-        # For the same clock, keep the first reading within the window, so that the interval becomes narrower.
+        # Keep the window's first reading, because the interval becomes narrower with more time between readings.
         if clock and clock.first.instance == record.instance and now_ns - clock.first.high_ns < WINDOW_NS:
             clock.last = reading
         else:
@@ -198,7 +193,7 @@ class ClockRates:
         for step in range(SLOTS):
             key = _SLOT_KEYS[(start + step) % SLOTS]
             if key not in revisions or now_ns - self._writes[key][1] > self._membership.wait_ns:
-                # The slot is abandoned, so its clock no longer counts.
+                # Forget the clock of the abandoned slot.
                 self._clocks.pop(key, None)
                 compare = ModRevisionIs(key, revisions.get(key, 0))
                 transaction = Transaction((compare,), (self._put(key),))
@@ -209,10 +204,10 @@ class ClockRates:
         rates = [rate for clock in self._clocks.values() if (rate := clock.rate())]
         if len(rates) + 1 < MIN_CLOCKS:
             return None
-        # This node's own rate is 1 by definition. The median does not let a minority of wrong or forged clocks decide.
+        # This node's own rate is 1. A minority of wrong or forged clocks can't move the median out of the tolerance.
         low = median([1.0, *(rate[0] for rate in rates)])
         high = median([1.0, *(rate[1] for rate in rates)])
-        # If the interval lies outside the tolerance, return the limit that demands more care.
+        # If the interval is outside the tolerance, return its limit that is further from 1.
         if low > 1 + self._membership.rho / 2:
             return high
         return low if high < 1 - self._membership.rho / 2 else None

@@ -1,14 +1,13 @@
-"""Events that a fleet's member handles, and effects that it returns.
+"""The events that `Member` handles, and the effects that it returns.
 
-The process around the member passes events to it and executes its effects in order; the process never decides. Events
-from the broker and effects for the broker are themselves the messages of their channel (see `fleet/fleet_messages.py`).
+The fleet process passes events to the member and executes its effects in order. Events from the broker and effects for
+the broker are also the messages between the two processes (`fleet/fleet_messages.py`).
 
-All times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The process reads the time of an
-event before handling it, and sends an `Ask` afterwards. So the time of a request is never later than its sending, and
-the time of an answer never earlier than its receipt.
+All times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The time of a request is at or
+before its sending, and the time of an answer is at or after its receipt.
 
 Every `ClaimWanted` gets exactly one `ClaimGiven` or `ClaimRefused`, unless `ClaimDropped` comes first. Every `Ask` gets
-exactly one `Answered`; the process bounds the wait and answers Unknown. Every `EndClaimed` gets exactly one
+exactly one `Answered`, with the outcome Unknown if etcd does not answer in time. Every `EndClaimed` gets exactly one
 `LiveClaims`, when the last claimed lease has ended and its memory is proved free. Until then the member claims nothing.
 """
 
@@ -52,9 +51,8 @@ Number = Annotated[int, U64]
 class FleetTerms:
     """Times that all nodes of a fleet agree on.
 
-    Attributes:
-        horizon_s: T: the maximum number of seconds for which a claimed lease lives after its node's last heartbeat.
-        rho: Maximum error of a clock's rate. A clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
+    Attributes: horizon_s: The horizon T: maximum seconds for which a claimed lease lives after its node's last
+    heartbeat. rho: Maximum error of a clock's rate. A clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
     """
 
     horizon_s: float = 30.0
@@ -63,15 +61,13 @@ class FleetTerms:
 
 @dataclass(frozen=True, slots=True)
 class FleetIdentity(Message):
-    """The store that a node joined. The node remembers it across restarts, to notice if another store replaces it.
+    """The store that a node joined. The journal keeps it, so that the node notices if another store replaces it.
 
-    Attributes:
-        cluster_id: etcd's number for the cluster; 0 if the node has not joined a store yet.
-        generation: Text of the store's generation key. An operator renews it after restoring etcd from a backup.
-        revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
-        epoch_base: A claim's epoch is this plus its revision.
-        is_restored: Whether the store was found to be in an earlier state. The node joins it when its generation
-            changes.
+    Attributes: cluster_id: etcd's number for the cluster; 0 if the node has not joined a store yet. generation: Text of
+    the store's generation key. An operator renews it after restoring etcd from a backup. revision: A revision that the
+    store had reached. Revisions never fall, unless a backup was restored. epoch_base: A claim's epoch is this number
+    plus the claim's revision. is_restored: Whether the store was found to be in an earlier state. The node joins it
+    only after its generation has changed.
     """
 
     cluster_id: Number = 0
@@ -83,10 +79,10 @@ class FleetIdentity(Message):
 
 @dataclass(frozen=True, slots=True)
 class DaemonMark(Message):
-    """Distinguishes the records that this daemon wrote under its node's id from those of every other daemon.
+    """Distinguishes this daemon's records under its node's id from those of other daemons with the same id.
 
-    The mark is in the daemon's journal before the heartbeat is sent. So if a daemon finds a record beyond its mark, its
-    journal is a copy or an earlier state.
+    The journal has the mark before the heartbeat is sent. So if a daemon finds a record with a higher number than its
+    mark, its journal is a copy or an earlier state.
 
     Attributes:
         beat: Number of the last heartbeat that was sent.
@@ -99,7 +95,7 @@ class DaemonMark(Message):
     entered: Text = ""
 
     def covers(self, record: NodeRecord) -> bool:
-        """Return whether the record shows that the daemon with this mark wrote it."""
+        """Return whether the daemon with this mark wrote the record."""
         if not self.run:
             return False
         if record.nonce == self.entered:
@@ -139,13 +135,13 @@ class Reason(Enum):
     FENCED = "fenced"
     """Another node removed this one from the fleet, because it was silent for longer than a horizon."""
     FORGOTTEN = "forgotten"
-    """The daemon has claimed leases, but does not know, or can't prove, the incarnation that claimed them."""
+    """The daemon has claimed leases, but can't show in which incarnation they were claimed."""
     LOST = "lost"
     """A living lease's claim was deleted from etcd."""
     RESTORED = "restored"
     """etcd is another store than the joined one, or an earlier state of it."""
     PAUSED = "paused"
-    """The machine and its clocks were paused, so the clocks do not show whether the horizon has passed."""
+    """The machine's clocks were paused, so the deadline may have passed."""
     RENEWED = "renewed"
     """An operator renewed the store's generation. The node rejoins."""
 
@@ -165,7 +161,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class FleetTimerFired:
-    """The last timer is due. It is harmless if this event comes early, late or repeatedly."""
+    """The last timer is due. The member checks the time, so this event may come early, late or repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +172,9 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LiveClaims:
-    """The broker's claimed leases. Sent at the start, and in answer to each EndClaimed, then without leases.
+    """The broker's claimed leases. Sent at the start with all of them, and empty as the answer to EndClaimed.
 
-    A lease counts until its memory is proved free.
+    A lease is included until its memory is proved free.
 
     Attributes:
         epochs: Epochs by name.
@@ -191,7 +187,7 @@ class LiveClaims:
 
 @dataclass(frozen=True, slots=True)
 class MarkKept(Message):
-    """The journal has the mark of that heartbeat, so the member may send the heartbeat now."""
+    """The journal has the mark of this heartbeat, so the member may send the heartbeat."""
 
     OP: ClassVar[str] = "mark_kept"
     beat: Number
@@ -201,10 +197,8 @@ class MarkKept(Message):
 class ClaimWanted(Message):
     """The broker asks for a name before it admits a lease.
 
-    Attributes:
-        request: Number of this request, unique among open ones.
-        lease_id: The lease, in 32 hexadecimal digits.
-        wait_until_ns: Until when to wait if the name is taken. If this time is in the past, one attempt is made.
+    Attributes: request: Number of this request, unique among open ones. lease_id: The lease, in 32 hexadecimal digits.
+    wait_until_ns: Until when to wait if the name is taken. If this is in the past, one attempt is made.
     """
 
     OP: ClassVar[str] = "claim"
@@ -248,7 +242,7 @@ class RecordChanged(Message):
 class QuotaWanted(Message):
     """The broker asks for bytes of a tenant's quota in the fleet before it admits a lease.
 
-    It gets one QuotaGiven or QuotaRefused, unless QuotaDropped comes first.
+    The broker gets one QuotaGiven or QuotaRefused, unless QuotaDropped comes first.
 
     Attributes:
         lease_id: The lease, in 32 hexadecimal digits, never used before.
@@ -281,12 +275,11 @@ class QuotaEnded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The machine and its clocks were paused, and run again.
+    """The machine and its clocks were paused, and now run again.
 
-    Attributes:
-        missed_ns: The minimum time for which its clocks have stopped. None: the machine was restored from a snapshot,
-          or copied, so another one may run with the same knowledge.
-        instance: A new random text that replaces the one from the process's start.
+    Attributes: missed_ns: The minimum time for which the clocks stopped; None if the machine was restored from a
+    snapshot or copied. Then another machine may run with the same state. instance: A new random text that replaces the
+    one from the process's start.
     """
 
     missed_ns: int | None
@@ -295,10 +288,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Stopping(Message):
-    """The daemon stops. Send no more heartbeats, and finish the deletions in progress.
-
-    Leave the fleet if no claims remain.
-    """
+    """The daemon stops. Send no more heartbeats, finish deletions, and leave the fleet if no claims remain."""
 
     OP: ClassVar[str] = "stop"
 
@@ -334,7 +324,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Remove etcd's history before that revision. If this fails, a later Compact removes it."""
+    """Remove etcd's history before this revision. If this fails, a later Compact does it."""
 
     revision: int
 
@@ -350,7 +340,7 @@ class ArmFleetTimer:
 class Joined(Message):
     """The node is a member.
 
-    Store all of this for the next process, which then continues without ending claimed leases.
+    The broker stores all fields for the next process, which then continues without ending claimed leases.
     """
 
     OP: ClassVar[str] = "joined"
@@ -377,7 +367,7 @@ class KeepMark(Message):
 
 @dataclass(frozen=True, slots=True)
 class MoveHorizon(Message):
-    """Claimed leases may live until this deadline (horizon), and no longer. It never moves back.
+    """Set the deadline of all claimed leases. The deadline never becomes earlier.
 
     Attributes:
         incarnation: The create revision of the node's record.
@@ -392,7 +382,7 @@ class MoveHorizon(Message):
 class EndClaimed(Message):
     """End all claimed leases at once, and send LiveClaims when the memory of all of them is proved free.
 
-    That includes claims granted before this effect that the broker has not admitted yet.
+    This includes claims that were given before this effect and whose leases the broker has not admitted yet.
     """
 
     OP: ClassVar[str] = "lost"
@@ -402,7 +392,7 @@ class EndClaimed(Message):
 
 @dataclass(frozen=True, slots=True)
 class ClaimGiven(Message):
-    """The name belongs to this node under that epoch, which is above all earlier epochs of the name."""
+    """This node has the name, under an epoch that is above all earlier epochs of the name."""
 
     OP: ClassVar[str] = "claimed"
     request: Request
@@ -428,7 +418,7 @@ class ClaimRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class QuotaGiven(Message):
-    """The bytes belong to the lease until QuotaEnded. The lease counts as a claimed lease: it ends at the horizon."""
+    """The bytes belong to the lease until QuotaEnded. Like a claimed lease, it ends at the deadline."""
 
     OP: ClassVar[str] = "counted"
     request: Request
@@ -449,7 +439,7 @@ class QuotaRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stopped(Message):
-    """The answer to Stopping: nothing is in progress.
+    """The answer to Stopping: no request to etcd is in progress.
 
     Attributes:
         has_left: Whether the node's record was deleted and no claim remains. Then the next process joins as a new
@@ -473,10 +463,9 @@ class Note(Enum):
     """This node fenced another, named by `node_id`."""
     ORPHAN_DELETED = "orphan_deleted"
     CLOCK = "clock"
-    """Other nodes' readings show that this node's clock is faster or slower than theirs; without text, it is right
-    again."""
+    """This node's clock is faster or slower than the other nodes' clocks; without text, it is right again."""
     FAULT = "fault"
-    """A fault of the daemon prevented it from handling an answer, which counts as lost."""
+    """A bug prevented the daemon from handling an answer. The answer counts as lost."""
     DUPLICATE_NODE_ID = "twin"
     """Another daemon joined with this node's id."""
     NOT_COMPACTED = "not_compacted"

@@ -1,27 +1,25 @@
-"""A node's membership in its fleet: it joins, sends heartbeats, is fenced, and rejoins.
+"""The rules of a node's membership in its fleet: it joins, sends heartbeats, is fenced, and joins again.
 
-A member rewrites its record with each heartbeat, on condition that the record is still at the revision that it wrote
-last. An acknowledged heartbeat moves the deadline of claimed leases (`horizon`) to T (1 - rho) after the sending of the
-heartbeat. If the answer is lost, the member repeats the heartbeat: if the first one was executed, the repetition fails
-and reads its nonce back. A member that finds another record than its own, or none, was fenced: it ends all claimed
-leases, and rejoins once their memory is proved free. The node's inventory has its own key. A heartbeat also writes the
-inventory if it has changed.
+**Heartbeats.** A heartbeat rewrites the node's record if the record is still at the revision of the last heartbeat. An
+acknowledged heartbeat moves the deadline of claimed leases to T (1 - rho) after its sending. If the answer is lost, the
+member repeats the heartbeat. If the first one was executed, the repetition fails, and reads the first one's nonce. A
+member that finds no record or another daemon's was fenced. It ends all claimed leases, and joins again when their
+memory is proved free.
 
-A record with this node's id that this daemon did not write belongs to another daemon: on a host with the same name, on
-a host with a copy of this one's journal, or on this host before its journal was lost or restored. The mark, which the
-journal stores before each heartbeat, distinguishes them. The other daemon's leases may still live. So the record is
-deleted only after it was unchanged for half a horizon, and its claims are abandoned one more horizon later. While the
-other daemon sends heartbeats, this node stays out.
+**Foreign records.** Another daemon may have the same node id: on a host with the same name, on a host with a copy of
+this journal, or on this host before its journal was lost or restored. The mark, which the journal has before each
+heartbeat, distinguishes the daemons' records. The other daemon's leases may still run. So its record is deleted only
+after it was unchanged for half a horizon, and its claims one more horizon later. Until then this node does not join.
 
-The store may be another one: restored from a backup, or created from scratch. A node notices this if it remembers a
-higher revision or another cluster, or if it finds an earlier record of its own or of the last join. It then stays out
-until an operator renews the generation key. The store lacks the claims that were made after the backup, and their
-leases may live. So for T (1 + rho) after a node first saw a new generation, it claims nothing. Then one node settles
-the generation: it writes a record that all claims compare. The record also contains the base of epochs, which is above
-every epoch that the node knows, because revisions may have fallen.
+**Another store.** The store may have been restored from a backup or created again. A node notices this by a lower
+revision, another cluster, or an earlier record of its own or of the last join. It then does not join until an operator
+renews the generation key. Leases whose claims are missing in the backup may still run, so a node claims nothing for T
+(1 + rho) after it first saw the new generation. Then one node settles the generation: it writes the `epochs` record,
+which every claim compares. The record has a base of epochs above every epoch that the node knows, because revisions may
+be lower than before.
 
-All nodes must have the same horizon: a node that takes a silent node's names waits for its own horizon. The
-first node that joins writes its horizon to the store, and nodes with another horizon stay out.
+**The horizon.** A node that takes a silent node's names waits for its own horizon, so all nodes must have the same. The
+first node that joins writes its horizon to the store. A node with another horizon does not join.
 """
 
 from collections.abc import Callable
@@ -104,12 +102,12 @@ from gpulease.protocol.time_units import NS_PER_S
 _OPERATOR_STEP: Final = "an operator must wait until no named lease from before runs anywhere, and then"
 
 RENEW: Final = f"{_OPERATOR_STEP} write a new text: `etcdctl put {GENERATION.decode()} TEXT`"
-"""The step that lets nodes join a store other than the one they knew."""
+"""The operator's step after which nodes join another store than before."""
 
 NEW_HORIZON: Final = (
     f"use the fleet's value; to change it for all nodes, {_OPERATOR_STEP} run `etcdctl del {HORIZON.decode()}`"
 )
-"""The step that lets a node join with a horizon other than the fleet's."""
+"""The operator's step after which nodes join with another horizon than before."""
 
 CLOCK: Final = (
     "until they agree, this node's named leases end earlier or its waits last longer; check the clocks of all nodes"
@@ -125,10 +123,11 @@ FOREIGN_DAEMON: Final = (
 )
 
 REMEMBER_NS: Final = 60 * NS_PER_S
-"""Nanoseconds after which the broker stores the store's revision again. An older backup is noticed."""
+"""Nanoseconds after which the journal gets the store's revision again. A backup from before that revision is noticed.
+"""
 
 MAX_FAULT_CHARS: Final = 300
-"""Maximum length of a text about a fault. It may quote values from etcd."""
+"""Maximum characters of a text about a fault, which may quote values from etcd."""
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
@@ -139,29 +138,29 @@ UNSETTLED: Final = "the fleet's generation was renewed, and leases from before m
 FOREIGN: Final = "etcd's record of this node comes from another daemon, or from a later state of this daemon's journal"
 
 EPOCH_GAP: Final = 10**9
-"""Number of epochs that a new generation skips, which include the epochs of claims that no living node knows. It is
-more than the number of revisions that etcd makes in days."""
+"""Number of epochs that a new generation skips, to be above claims that no running node knows. etcd takes days for this
+many revisions."""
 
 _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
-"""Reasons for the end of a membership after which this daemon must forget its claims, because they may belong to
-another daemon or another store.
+"""Reasons for the end of a membership after which this daemon forgets its claims, because they may be another daemon's
+or another store's.
 """
 
 OnAnswer = Callable[[TransactionAnswer, int, int], None]
-"""Processes an answer; also receives its sending time and the time now."""
+"""A handler of an answer. Its other arguments are the time when the question was sent, and the time now."""
 
 
 class _Phase(Enum):
     STARTING = auto()
     """The broker has not yet sent its claimed leases."""
     ENDING = auto()
-    """Claimed leases end; then the node rejoins."""
+    """Claimed leases are ending. Then the node joins again."""
     JOINING = auto()
     MEMBER = auto()
 
 
 class _ForeignRecord(NamedTuple):
-    """Another daemon's record with this node's id; unchanged since `since_ns`."""
+    """Another daemon's record with this node's id, unchanged since `since_ns`."""
 
     mod_revision: int
     since_ns: int
@@ -182,8 +181,7 @@ class Member:
     ) -> None:
         """Continue from the incarnation, identity and mark that the last process stored, if there was one.
 
-        `instance` is a random text, unique to this run of the process on this node. `history_s` is StoreHistory's
-        argument.
+        `instance` is a random text for this run of the process. `history_s` is as in StoreHistory.
         """
         self._membership = Membership(node_id, terms, incarnation, instance)
         self._fences = NodeFences(self._membership)
@@ -197,11 +195,9 @@ class Member:
         self._mark = mark
         self._awaits_mark = False
         self._highest_epoch = 0
-        """An upper bound of all epochs before a renewed generation, as far as this node knows."""
+        """The highest epoch from before a renewed generation that this node knows."""
         self._unsettled_ns: int | None = None
-        """Time since which this node knows the present generation, under which earlier leases may live; None if it
-        knows none.
-        """
+        """Since when this node has known the present generation while it is not settled; None if it is settled."""
         self._is_settling = False
         self._joined_revision = 0
         """The revision of the last join that this node saw."""
@@ -210,20 +206,20 @@ class Member:
         self._horizon_s = terms.horizon_s
         self._record = RecordChanged()
         self._written: RecordChanged | None = None
-        """The inventory that etcd has for this membership; None if unknown."""
+        """The inventory that this membership has written to etcd; None if unknown."""
         self._phase = _Phase.STARTING
         self._has_started = False
         self._key = node_key(node_id)
         self._removal = node_removal(node_id)
         self._reads = Get(self._key), Get(GENERATION), Get(HORIZON)
         self._attempts: dict[str, int] = {}
-        """Sending time of each write of the record with an unknown outcome, by nonce."""
+        """The sending time of each write of the record whose outcome is unknown, by nonce."""
         self._is_asking = False
         self._due_ns = 0
         self._no_generation_ns: int | None = None
         self._is_isolated = False
         self._rate: float | None = None
-        """The rate of the other nodes' clocks, according to their readings; None if it is the same as this node's."""
+        """The rate of the other nodes' clocks relative to this node's; None if it is within the tolerance."""
         self._is_stopping = False
         self._has_left = False
         self._armed_ns: int | None = None
@@ -264,7 +260,7 @@ class Member:
                 self._pause(event)
             case Stopping():
                 self._is_stopping = True
-        # After every event, do whatever is due now: the event may have made it possible.
+        # Do what is due now, which the event may have changed.
         self._advance(now_ns)
         self._membership.report_unreadable()
         return self._membership.effects
@@ -272,25 +268,25 @@ class Member:
     # --- time ---
 
     def _advance(self, now_ns: int) -> None:
-        # An answer suggested that the membership is lost. Send a heartbeat at once to find out.
+        # An answer suggests that the membership is lost. A heartbeat will show it.
         if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
             self._due_ns = now_ns
         self._membership.is_suspect = False
-        # Ask only one question about this node's record at a time, and none while the daemon stops.
+        # Have at most one request about this node's record in progress, and none while the daemon stops.
         if self._is_running and not self._is_asking and now_ns >= self._due_ns:
             if self._phase is _Phase.JOINING:
                 self._read_store(now_ns)
             elif self._phase is _Phase.MEMBER:
                 self._beat(now_ns)
-        # The deadline has passed, so claimed leases have ended by themselves. The node stays a member until another
-        # node fences it.
+        # The deadline has passed, so claimed leases have ended. The node is still a member until another node fences
+        # it.
         if self._phase is _Phase.MEMBER and self._membership.horizon_ns <= now_ns and not self._is_isolated:
             self._is_isolated = True
             self._membership.member_since_ns = None
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._quotas.advance(now_ns)
-        # Leave last, when nothing that could still write is in progress.
+        # Leave when no other write is in progress.
         if self._is_stopping and not self._has_left and self._membership.is_quiet:
             self._leave(now_ns)
         self._arm(now_ns)
@@ -310,7 +306,7 @@ class Member:
     # --- the store ---
 
     def _answered(self, answered: Answered, now_ns: int) -> None:
-        """Pass an outcome to the rule that asked. For a member, an answer from another store counts as lost."""
+        """Pass an outcome to the rule that asked. If it is from another store, a member treats it as lost."""
         question = self._membership.take(answered.number)
         # The question has been answered before, or an earlier membership asked it.
         if question is None:
@@ -326,14 +322,14 @@ class Member:
         try:
             question.on_outcome(outcome, question.sent_ns, now_ns)
         except Exception as error:
-            # The rule that waits for this answer must get one, so pass the answer on as lost; the rule then asks again.
+            # The rule that asked needs an answer, so pass Unknown to it. The rule then asks again.
             frame = extract_tb(error.__traceback__)[-1]
             text = f"handling an answer of etcd's, in {frame.name}, line {frame.lineno}: {error!r}"[:MAX_FAULT_CHARS]
             self._note(Note.FAULT, text)
             question.on_outcome(Unknown(text), question.sent_ns, now_ns)
 
     def _difference(self, answer: TransactionAnswer, floor: int) -> str:
-        """Return why an answer came from a store other than the joined one; "" if it did not."""
+        """Return how an answer's store differs from the joined one; "" if it does not."""
         if self._identity.cluster_id not in (0, answer.cluster_id):
             return f"etcd's cluster id is {answer.cluster_id:x}, but was {self._identity.cluster_id:x}"
         return f"etcd is at revision {answer.revision}, but was at {floor}" if answer.revision < floor else ""
@@ -341,9 +337,8 @@ class Member:
     def _lose_store(self, text: str, answer: TransactionAnswer, due_ns: int = 0) -> None:
         """Lose the membership because the store is not the joined one, or an earlier state of it.
 
-        An earlier state of the store can't be distinguished from the joined store once its revisions have risen again.
-        So the identity remembers that the store was restored. Another cluster can be recognised by its number at any
-        time.
+        When the revisions of a restored store have risen again, it looks like the joined store. So the identity notes
+        that the store was restored. Another cluster always differs by its number.
         """
         if self._identity.cluster_id in (0, answer.cluster_id):
             self._identity = replace(self._identity, is_restored=True)
@@ -353,14 +348,14 @@ class Member:
     def _is_accepted(
         self, answer: TransactionAnswer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int
     ) -> bool:
-        """Return whether this node may join the store. If the store is new to this node, remember it."""
+        """Return whether this node may join the store. Remembers the identity of a store that is new to this node."""
         known_generation = self._identity.generation
-        # The store is new, or it was lost. Create the key only after all leases of a lost store have ended.
+        # The store is new, or its contents were lost. In the second case leases may still run, so create the key later.
         if generation is None and not known_generation:
             self._make_generation(now_ns)
             return False
-        # With a new generation, the operator confirms that the store is the right one, whatever its revisions are.
-        # Otherwise the store must have reached the revision that this node remembers.
+        # By a new generation the operator confirms the store, whatever its revisions are. Without one, the store must
+        # have reached the revision that this node remembers.
         value = read_generation(generation.value) if generation else ""
         is_renewed = bool(value) and bool(known_generation) and value != known_generation
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
@@ -376,7 +371,7 @@ class Member:
             )
             text = f"the fleet has {difference}, but this node has {self._horizon_s:g}"
             act = NEW_HORIZON
-        # Stay out, log the reason once for the operator, and check again after the time of a heartbeat.
+        # Do not join. Log the reason once for the operator, and check again after the time of a heartbeat.
         if text:
             refusal = f"{text}: {act}"
             if self._membership.trouble is ISOLATED_TROUBLE:
@@ -387,24 +382,23 @@ class Member:
                 self._lose_store(text, answer, self._due_ns)
             return False
         self._membership.trouble = ISOLATED_TROUBLE
-        # Leases from before the renewal may live under epochs up to this one. So new epochs must begin above it, and
-        # only after these leases have ended.
+        # Leases from before the renewal may run under epochs up to this one. So new epochs begin above it, after these
+        # leases have ended.
         if is_renewed:
             self._highest_epoch = max(self._highest_epoch, self._membership.epoch_base + self._membership.revision)
             self._unsettled_ns = now_ns
         self._membership.revision = answer.revision
         self._membership.generation_revision = _revision(generation)
         self._identity = FleetIdentity(answer.cluster_id, value, answer.revision, self._membership.epoch_base)
-        # A member rejoins under a new generation, or after its horizon key was deleted, so that all nodes settle on the
-        # same values.
+        # After a new generation or a deleted horizon key, a member joins again, so that all nodes have the same values.
         if self._membership.incarnation and (is_renewed or horizon is None):
             self._lose(Reason.RENEWED, RENEWED)
             return False
         return True
 
     def _make_generation(self, now_ns: int) -> None:
-        """Create the generation key if it has been absent for so long that all leases of a lost store have ended."""
-        # The wait begins at the first read that finds no key.
+        """Create the generation key once it has been absent for so long that all leases of a lost store have ended."""
+        # The wait begins with the first read without the key.
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
         self._due_ns = self._no_generation_ns + self._membership.wait_ns
@@ -418,16 +412,16 @@ class Member:
     def _restore_claims(self, claims: LiveClaims, now_ns: int) -> None:
         """Process the broker's claims. The node joins if there are none, or if it knows their incarnation."""
         if self._phase is _Phase.STARTING:
-            # Leases live, and nothing shows which membership claimed their names. End them.
+            # There are claimed leases, and no stored membership. End them.
             if (claims.epochs or claims.quotas) and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon no longer knows under which membership it claimed names")
                 return
             self._claims.restore(claims.epochs)
             self._quotas.restore(claims.quotas)
-            # The epochs of living leases are revisions of the store that this node joined. If the store's revision is
-            # now lower, the store was restored from a backup.
+            # The joined store has reached the revisions of the leases' claims. If its revision is now lower, it was
+            # restored from a backup.
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
-        # After the start, a report matters only if a lost membership is ending and no claim is left.
+        # Later reports only matter when the claims of a lost membership have ended.
         elif self._phase is not _Phase.ENDING or claims.epochs or claims.quotas:
             return
         self._phase = _Phase.JOINING
@@ -437,8 +431,8 @@ class Member:
         self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
     def _store_read(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
-        """Continue the earlier membership, or delete its record, or join."""
-        # The answer has the record, the generation and the horizon at one revision. The join compares all three.
+        """Continue the earlier membership, delete a record with this node's id, or join."""
+        # The answer has the record, the generation and the horizon at one revision.
         record, generation, horizon = _own_and_fleet(answer)
         *_, epochs = answer.found
         self._due_ns = now_ns
@@ -446,8 +440,8 @@ class Member:
             return
         if not self._take_epochs(epochs, answer.revision):
             return
-        # An earlier process of this daemon was a member, and its claimed leases may live. Continue only if the record
-        # proves to be that membership's; otherwise end them.
+        # An earlier process was a member, and its claimed leases may run. Continue if the record is that membership's;
+        # otherwise end them.
         if self._membership.incarnation:
             is_same = record is not None and record.create_revision == self._membership.incarnation
             if record and is_same and not self._is_own(record) and not self._has_no_beats(record):
@@ -458,20 +452,19 @@ class Member:
                 self._enter(now_ns, record_nonce=self._nonce(record))
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
-        # An earlier join of this run was executed, but its answer was lost.
+        # A join by this process was executed, but its answer was lost.
         elif record and (attempt_ns := self._attempts.get(self._nonce(record))) is not None:
             self._join(record.create_revision, record.mod_revision, attempt_ns, now_ns)
-        # The record is another daemon's, which may run. Wait until the record was unchanged for half a horizon.
+        # The record is another daemon's, which may be running. Wait until the record was unchanged for half a horizon.
         elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
             self._due_ns = now_ns + self._membership.poll_ns
         elif record:
-            # According to the broker, no claimed lease of the record's membership lives here. Delete the record, then
-            # join.
+            # The record's membership has no claimed leases here. Delete the record, then read again and join.
             compare = ModRevisionIs(self._key, record.mod_revision)
             self._ask(now_ns, Transaction((compare,), self._removal), self._read_again)
         else:
-            # Join, on condition that the record is still absent, and that the generation, the horizon and the epochs
-            # are still as just read.
+            # Join, if the record is still absent and the generation, the horizon and the epochs have not changed since
+            # the read.
             self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
             compares = (
                 CreateRevisionIs(self._key, 0),
@@ -480,7 +473,7 @@ class Member:
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = DaemonMark(self._mark.beat + 1, self._membership.instance)
-            # The join also writes one key of the fleet, with which every node can notice a restored backup.
+            # The join also writes a common key, by which every node can notice a restored backup.
             joined = Put(JOINED, self._membership.node_id.encode())
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
             writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
@@ -497,12 +490,12 @@ class Member:
             self._due_ns = now_ns + self._membership.retry_ns
 
     def _is_own(self, record: KeyValue) -> bool:
-        """Return whether this daemon wrote the record. An unreadable record counts as another daemon's."""
+        """Return whether this daemon wrote the record. An unreadable record is treated as another daemon's."""
         node = self._membership.read(read_node, record)
         return node is not None and self._mark.covers(node)
 
     def _has_no_beats(self, record: KeyValue) -> bool:
-        """Return whether both the record and this daemon's journal are from a version without heartbeat numbers."""
+        """Return whether neither the record nor this daemon's journal has a heartbeat number, as in older versions."""
         node = self._membership.read(read_node, record)
         return node is not None and not self._mark.run and not node.beat
 
@@ -526,14 +519,14 @@ class Member:
         self._membership.incarnation = incarnation
         self._membership.mod_revision = mod_revision
         self._enter(now_ns)
-        # One transaction wrote this node's record and the key of the last join.
+        # The join wrote this node's record and the key of the last join at one revision.
         self._joined_revision = incarnation
         self._acknowledge(sent_ns)
 
     def _enter(self, now_ns: int, record_nonce: str = "") -> None:
-        """Become a member, and send a heartbeat at once, which also finds the claims of earlier incarnations.
+        """Become a member, and send a heartbeat at once, which also finds claims of earlier incarnations.
 
-        `record_nonce` is the nonce of the record, if an earlier process wrote it.
+        `record_nonce` is the record's nonce if an earlier process wrote the record.
         """
         self._phase = _Phase.MEMBER
         self._is_isolated = False
@@ -550,9 +543,9 @@ class Member:
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
-        """Have the heartbeat's mark stored before the heartbeat is sent.
+        """Have the heartbeat's mark stored, before the heartbeat is sent.
 
-        If the journal does not answer, ask again with the next mark.
+        If the journal does not answer, the next mark is stored.
         """
         self._mark = replace(self._mark, beat=self._mark.beat + 1)
         self._awaits_mark = True
@@ -579,33 +572,30 @@ class Member:
         self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
     def _beaten(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
-        """Process the answer to a heartbeat: this or an earlier attempt was executed, or the node was fenced."""
+        """Process the answer to a heartbeat. Either this or an earlier attempt was executed, or the node was fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         *_, held_records, clocks, epochs, joins, history = answer.found
         joined = joins[0] if joins else None
-        # First check that this is still the joined store: a restored backup has an older join, or an older record of
-        # this node. Then nothing else in the answer can be trusted.
+        # Check that the store is still the joined one. A restored backup has an earlier join, or an earlier record of
+        # this node.
         if joined and joined.mod_revision < self._joined_revision:
             self._lose_store("etcd has forgotten the last join", answer)
             return
         if record and record.mod_revision < self._membership.mod_revision:
             self._lose_store("etcd has an earlier state of this node's record", answer)
             return
-        # No daemon writes an unreadable record. If this membership's record is unreadable, the next heartbeat rewrites
-        # it.
+        # If this membership's record is unreadable, no daemon wrote it, and the next heartbeat rewrites it.
         is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
-        # If another daemon wrote a readable record, it has the same node id and owns the record, so this daemon must
-        # leave.
+        # If another daemon wrote the record, it has the same node id, and this daemon must leave.
         if record and not is_spoiled and not self._is_own(record):
             self._note(Note.DUPLICATE_NODE_ID, DUPLICATE_NODE_ID)
             self._lose(Reason.FENCED, DUPLICATE_NODE_ID)
             return
-        # Without the record of this incarnation, the node was fenced.
+        # The record of this incarnation is gone, so the node was fenced.
         if record is None or record.create_revision != self._membership.incarnation:
             self._lose(Reason.FENCED, "another node fenced this one: it was silent too long")
             return
-        # The node is still a member. If the heartbeat failed, the record shows which earlier attempt succeeded, and
-        # when it was sent.
+        # The node is still a member. By the record's nonce, find out which attempt succeeded and when it was sent.
         self._joined_revision = _revision(joined)
         self._membership.mod_revision = record.mod_revision
         written_ns = sent_ns if answer.succeeded else self._attempts.get(self._nonce(record))
@@ -616,13 +606,13 @@ class Member:
             self._lose(Reason.RENEWED, RENEWED)
             return
         self._membership.generation_revision = _revision(generation)
-        # Read whether nodes may claim names. If that is not settled yet, help to settle it.
+        # Read whether nodes may claim names.
         if not self._take_epochs(epochs, answer.revision):
             return
         if not self._membership.is_settled or self._epochs(epochs) is None:
             self._settle(epochs, answer.revision, now_ns)
-        # Compare the claims in etcd with the active leases. Another node may already have a lost claim, so this node
-        # must end all claimed leases.
+        # Compare the claims in etcd with the leases. If a lease's claim is gone, another node may have the name. Then
+        # end all claimed leases.
         if lost := self._claims.sweep(held_records, answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is missing in etcd, although its lease is active")
             return
@@ -632,8 +622,8 @@ class Member:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
             self._membership.effects.append(Remembered(self._identity))
-        # Move the deadline last, after every check that could end the membership. Count from the sending time, because
-        # etcd may have written the record at any moment after it.
+        # Move the deadline after all checks. It counts from the sending time, because etcd may have written the record
+        # at any time after that.
         if written_ns is not None:
             self._acknowledge(written_ns)
             if self._membership.member_since_ns is None:
@@ -644,7 +634,7 @@ class Member:
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
         """Return whether an operator renewed or deleted either key.
 
-        An unreadable horizon does not mean that an operator set another one, so members keep the one that they know.
+        If the horizon is unreadable, members keep the one that they know.
         """
         previous = "" if generation is None else read_generation(generation.value)
         if previous != self._identity.generation or horizon is None:
@@ -652,8 +642,8 @@ class Member:
         return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
 
     def _take_rate(self, rate: float | None) -> None:
-        """Use the rate of the other nodes' clocks, according to their readings."""
-        # Compensate for the rate first. Then log a change between a known and an unknown rate.
+        """Compensate for the rate of the other nodes' clocks; None for a rate within the tolerance."""
+        # Log only a change between a rate and None.
         self._membership.make_up_for(1.0 if rate is None else rate)
         if rate is None and self._rate is not None:
             self._note(Note.CLOCK)
@@ -662,14 +652,14 @@ class Member:
         self._rate = rate
 
     def _take_epochs(self, items: tuple[KeyValue, ...], revision: int) -> bool:
-        """Process the record that lets nodes claim names, which contains the epoch base.
+        """Process the `epochs` record, with which nodes may claim names, and its epoch base.
 
         Returns whether the membership may continue.
         """
         membership, epochs = self._membership, self._epochs(items)
         membership.epochs_revision = _revision(items[0] if items else None)
         if items and epochs is None and membership.is_settled:
-            # An unreadable value does not change the base: this node keeps the base that it knows, and writes it.
+            # If the value is unreadable, keep the base, and write the record again.
             return True
         is_of_now = epochs is not None and epochs.generation == self._identity.generation
         if epochs is None or not is_of_now or epochs.base + revision <= self._highest_epoch:
@@ -686,13 +676,14 @@ class Member:
         return True
 
     def _missing_epochs(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
-        """Return the write of the record that lets nodes claim names, and the earliest time for it."""
+        """Return the earliest time for writing the `epochs` record, and the write."""
         epochs, own_base = self._epochs(items), self._membership.epoch_base
         if self._membership.is_settled or (not items and self._unsettled_ns is None):
-            # No wait is needed: the generation was never renewed, or the record was deleted or made unreadable.
+            # The generation was never renewed, or the record was deleted or made unreadable. There is nothing to wait
+            # for.
             base, due_ns = own_base, now_ns
         else:
-            # The generation is new, or the base is not above all epochs that this node knows, or only earlier members
+            # The generation is new, or the base is not above all epochs that this node knows, or this node does not
             # know the base.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
             is_low = epochs is not None and epochs.generation == self._identity.generation
@@ -701,10 +692,9 @@ class Member:
         return due_ns, Put(EPOCHS, EpochsRecord(self._identity.generation, base).encode())
 
     def _settle(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
-        """Let nodes claim names once all leases from before the generation have ended."""
+        """Write the `epochs` record once all leases from before the generation have ended."""
         due_ns, write = self._missing_epochs(items, revision, now_ns)
-        # It is too early: some lease from before the generation may live. Clients that ask for a name get this as the
-        # reason.
+        # A lease from before the generation may still run. Clients that request a name get this as the reason.
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
@@ -712,13 +702,13 @@ class Member:
                 ClaimRefusal.ISOLATED,
                 f"{UNSETTLED}: no name can be claimed for another {left_s:.0f} s",
             )
-        # Several nodes may write at the same time. The next heartbeat reads which record was written.
+        # Several nodes may try to write the record. The next heartbeat reads which one succeeded.
         elif not self._is_settling:
             self._is_settling = True
             self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
 
     def _settled(self, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-        """Send a heartbeat at once, to read which node's record was written."""
+        """Send a heartbeat at once, which reads the record."""
         self._is_settling = False
         self._membership.is_suspect |= isinstance(outcome, TransactionAnswer)
 
@@ -733,8 +723,8 @@ class Member:
             self._membership.effects.append(MoveHorizon(horizon_ns, self._membership.incarnation))
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
-        """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
-        # From here on this membership is void, including its record and everything that it knew of the store.
+        """End the membership and all claimed leases. The node joins again after that, but not before `due_ns`."""
+        # The membership is over, and its record and what it knew of the store are void.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
@@ -747,7 +737,7 @@ class Member:
         self._history.forget()
         self._claims.lose(forgets=reason in _FORGETS)
         self._quotas.lose(forgets=reason in _FORGETS)
-        # The store or the machine may be another one, so earlier observations of the store are void too.
+        # The store or the machine may be another one, so forget observations of the store.
         if reason in _FORGETS:
             self._fences.forget()
             self._clocks.forget()
@@ -758,15 +748,12 @@ class Member:
     # --- pauses of the machine ---
 
     def _pause(self, paused: Paused) -> None:
-        """End claimed leases if the deadline may have passed while this machine's clocks stopped.
-
-        Otherwise send a heartbeat.
-        """
+        """End claimed leases if the deadline may have passed while the clocks stopped; else send a heartbeat."""
         missed_ns = paused.missed_ns
-        # Earlier measurements are void: the other nodes' measurements of this clock, and this node's of theirs.
+        # Restart the measurements of clocks, this node's and the other nodes'.
         self._clocks.forget(paused.instance)
         if missed_ns is None:
-            # The other copy may continue with this node's record and nonces. From now on these count as another
+            # A copy of this machine may continue with this node's record and nonces. From now on they count as another
             # daemon's.
             self._membership.instance = paused.instance
             self._mark = DaemonMark(self._mark.beat + 1, paused.instance)
@@ -786,7 +773,7 @@ class Member:
     def _leave(self, now_ns: int) -> None:
         """Delete this node's record if no claims remain, so that others need not wait for this node."""
         self._has_left = True
-        # If a claim remains, the record must also remain: from it, other nodes know how long to wait for the claim.
+        # If a claim remains, the record must remain too. Other nodes need it to know how long to wait for the claim.
         if self._phase is not _Phase.MEMBER or self._claims.live or self._quotas.has_entries:
             self._membership.effects.append(Stopped(has_left=False))
             return
@@ -818,7 +805,7 @@ class Member:
         return Put(inventory_key(self._membership.node_id), record.encode())
 
     def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
-        """Ask about this node's own record, one question at a time. If the answer is lost, ask again later."""
+        """Send a request about this node's own record, one at a time. If the answer is lost, try again later."""
         self._is_asking = True
         phase = self._phase
 
@@ -830,7 +817,7 @@ class Member:
             if isinstance(outcome, TransactionAnswer):
                 on_answer(outcome, sent_ns, now_ns)
                 return
-            # There was no answer. Forget everything that only an unbroken series of answers proves.
+            # There was no answer. Reset what only an unbroken series of answers shows.
             self._membership.member_since_ns = None
             self._foreign = None
             self._clocks.lose_slot()
@@ -846,7 +833,7 @@ class Member:
         return "" if node is None else node.nonce
 
     def _epochs(self, items: tuple[KeyValue, ...]) -> EpochsRecord | None:
-        """Return the record that lets nodes claim names; None if absent or unreadable."""
+        """Return the `epochs` record; None if it is absent or unreadable."""
         return self._membership.read(EpochsRecord.read, items[0]) if items else None
 
     def _note(self, note: Note, text: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The present membership, and the questions to etcd. All rules of one member share them."""
+"""The state of a node's membership, and its requests to etcd. All rules of one member share this state."""
 
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
@@ -23,25 +23,24 @@ from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
-"""Part of the horizon after which a node with an unchanged record counts as silent."""
+"""Fraction of the horizon after which a node with an unchanged record counts as silent."""
 
 ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: use another node, or wait"
-"""The refusal while this node is not a member, and an operator need not act."""
+"""The refusal of claims while this node is not a member and no operator must act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S
-"""Nanoseconds for which an unreadable value is reported after it was last read, because no answer shows the member that
-the value was deleted."""
+"""Nanoseconds for which an unreadable value is reported after it was last read. A member does not notice that a value
+was deleted."""
 
 MAX_CLOCK_ERROR: Final = 1.25
-"""Maximum ratio of two clocks' rates that is compensated for; adjtimex(2) changes a rate by at most a tenth. This
-limits the effect of forged clock records: deadlines come at most a fifth earlier, and waits last at most a quarter
-longer."""
+"""Maximum ratio of two clocks' rates that is compensated for. adjtimex(2) changes a rate by at most a tenth. Forged
+clock records can make deadlines at most a fifth earlier, and waits at most a quarter longer."""
 
 NO_REVISION: Final = -1
 """A revision that no key has. An absent key has revision 0."""
 
 OnOutcome = Callable[[Outcome, int, int], None]
-"""Processes a transaction's outcome; also receives its sending time and the time now."""
+"""A handler of a transaction's outcome. Its other arguments are the time when it was sent, and the time now."""
 
 
 R = TypeVar("R")
@@ -53,10 +52,9 @@ def node_removal(node_id: str) -> tuple[Delete, ...]:
 
 
 class PendingQuestion(NamedTuple):
-    """A question that waits for its answer.
+    """A request to etcd that waits for its answer.
 
-    Attributes:
-        floor: A revision that the store had reached when the question was sent.
+    Attributes: floor: A revision that the store had reached when the request was sent.
     """
 
     sent_ns: int
@@ -65,26 +63,18 @@ class PendingQuestion(NamedTuple):
 
 
 class Membership:
-    """The present membership, and the effects of the event that is being handled.
+    """The state of the membership, and the effects of the event that is being handled.
 
-    Attributes:
-        instance: Random text of this run of the process, so that no two runs write the same nonce.
-        incarnation: Create revision of the node's record; 0 if the node is not a member.
-        mod_revision: Mod revision of the node's record after its last heartbeat.
-        horizon_ns: Deadline of claimed leases.
-        member_since_ns: Time since which every heartbeat was acknowledged; None if the last one was not.
-        revision: A revision that the store has reached.
-        generation_revision: Mod revision of the generation key.
-        epochs_revision: Mod revision of the key under which nodes may claim names.
-        epoch_base: A claim's epoch is this plus its revision.
-        is_settled: Whether nodes may claim names, because all leases from before the store's generation have ended.
-        earlier_leases_end_ns: Time by which the leases of all earlier memberships with this node's id have ended, on
-            any daemon.
-        is_suspect: Whether an answer suggested that this node has lost its membership, so that a heartbeat is sent at
-          once.
-        trouble: How claims are refused while this node is not a member.
-        effects: Effects of the event that is being handled, in order.
-        now_ns: The time of that event.
+    Attributes: instance: A random text of this run of the process, with which its nonces begin. incarnation: Create
+    revision of the node's record; 0 if the node is not a member. mod_revision: Mod revision of the node's record after
+    its last heartbeat. horizon_ns: The deadline of claimed leases. member_since_ns: Since when every heartbeat was
+    acknowledged; None if the last one was not. revision: A revision that the store has reached. generation_revision:
+    Mod revision of the generation key. epochs_revision: Mod revision of the `epochs` key. epoch_base: A claim's epoch
+    is this plus its revision. is_settled: Whether nodes may claim names: all leases from before the store's generation
+    have ended. earlier_leases_end_ns: When the leases of all earlier memberships with this node's id have ended, of any
+    daemon. is_suspect: Whether an answer suggested that the membership is lost. Then a heartbeat is sent at once.
+    trouble: The refusal of claims while this node is not a member. effects: Effects of the event that is being handled,
+    in order. now_ns: The time of that event.
     """
 
     def __init__(self, node_id: str, terms: FleetTerms, incarnation: int, instance: str) -> None:
@@ -108,16 +98,14 @@ class Membership:
         self.cap_ns = self._honest_cap_ns = int(horizon_ns * (1 - terms.rho))
         """The time from the sending of a heartbeat to the deadline that it sets."""
         self.wait_ns = self._honest_wait_ns = int(horizon_ns * (1 + terms.rho))
-        """A time on this node's clock after which the deadline set by any other node's last heartbeat has passed."""
+        """The time on this node's clock after which a deadline that another node's heartbeat has set has passed."""
         self.silence_ns = int(horizon_ns * SILENT_PART)
-        """The time for which another daemon's record with this node's id must be unchanged before this node may delete
-        it."""
+        """The time for which a foreign record with this node's id must be unchanged before this node deletes it."""
         self.beat_ns = horizon_ns // 6
         self.poll_ns = horizon_ns // 30
-        """Pause between two attempts for a name that is taken."""
+        """The pause between two attempts to claim a name that is taken."""
         self.retry_ns = horizon_ns // 60
-        """Pause after a lost answer, before the next attempt, so that a node does not flood an etcd without a
-        leader."""
+        """The pause after a lost answer, before the next attempt."""
         self.rho = terms.rho
         self.dates = RevisionDates(self.poll_ns)
         self._unreadable = UnreadableRecords()
@@ -136,10 +124,7 @@ class Membership:
         return self.incarnation > 0 and now_ns < self.horizon_ns and self.is_settled
 
     def as_member(self) -> tuple[Compare, ...]:
-        """Return comparisons that hold only if this node was not fenced and the store is the joined one.
-
-        They fail while it is not a member.
-        """
+        """Return comparisons that hold only while this node is a member of the store that it joined."""
         return (
             CreateRevisionIs(node_key(self.node_id), self.incarnation or NO_REVISION),
             ModRevisionIs(GENERATION, self.generation_revision),
@@ -147,10 +132,9 @@ class Membership:
         )
 
     def ask_as_member(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
-        """Send a claiming transaction with the comparisons of `as_member`, and with reads of the compared keys.
+        """Send a transaction with the comparisons of `as_member`, and with reads of the compared keys.
 
-        A store that was restored to a state before this node's last heartbeat passes the comparisons, but its answer
-        counts as lost.
+        A store in a state from before this node's last heartbeat may pass the comparisons. Its answer counts as lost.
         """
         # `is_standing` uses the last three reads, in this order.
         floor = self.mod_revision
@@ -158,7 +142,7 @@ class Membership:
         reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
 
         def on_answer(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-            # If the record is older than this node's last heartbeat, the store is in an earlier state.
+            # The record is from before this node's last heartbeat, so the store is in an earlier state.
             if isinstance(outcome, TransactionAnswer) and any(
                 record.mod_revision < floor for record in outcome.found[-3]
             ):
@@ -169,7 +153,7 @@ class Membership:
         self.ask(now_ns, Transaction(compares, transaction.writes, reads), on_answer)
 
     def is_standing(self, incarnation: int, answer: TransactionAnswer) -> bool:
-        """Whether the comparisons hold for the results of the reads of `ask_as_member`."""
+        """Return whether the comparisons of `as_member` hold for the last three reads of an answer."""
         # An absent key has revision 0, as in the comparisons.
         record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
         return (
@@ -180,30 +164,30 @@ class Membership:
         )
 
     def is_own_nonce(self, nonce: str) -> bool:
-        """Whether this run of the process made a nonce."""
+        """Return whether this run of the process made a nonce."""
         return nonce.startswith(f"{self.instance}-")
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether no living lease depends on records that other runs wrote under this node's id.
+        """Return whether all leases have ended that depend on records of other runs under this node's id.
 
-        While this node is not a member, another daemon may be one, under the same id. A daemon that continues as a
-        member does not know which writes its journal has lost.
+        Other runs may be another daemon's with the same id, or this daemon's, whose writes a restored journal does not
+        have.
         """
-        # A member waits one more horizon after it joined. A node that is not a member knows nothing for certain.
+        # This is certain only for a member that has waited one more horizon after it joined.
         return self.incarnation > 0 and now_ns >= self.earlier_leases_end_ns
 
     def make_up_for(self, rate: float) -> None:
-        """Compensate for this node's clock: according to other nodes' readings, their clocks run `rate` times as fast.
+        """Compensate for this node's clock, if the other nodes' clocks run `rate` times as fast.
 
-        Their readings can only make deadlines earlier and waits longer, each by at most the factor MAX_CLOCK_ERROR.
+        This only makes deadlines earlier and waits longer, each by at most the factor MAX_CLOCK_ERROR.
         """
-        # If this clock is slow, its seconds are longer than other clocks' seconds, so its deadline must come earlier.
+        # A slow clock counts too few seconds, so the deadline must be earlier.
         self.cap_ns = int(self._honest_cap_ns / min(max(rate, 1.0), MAX_CLOCK_ERROR))
-        # If this clock is fast, its seconds are shorter, so its waits must last longer.
+        # A fast clock counts too many seconds, so waits must be longer.
         self.wait_ns = int(self._honest_wait_ns / max(min(rate, 1.0), 1 / MAX_CLOCK_ERROR))
 
     def read(self, reader: Callable[[bytes], R | Unreadable], item: KeyValue) -> R | None:
-        """Return a reader's result for a key's value; None, after counting and reporting it, if it is unreadable."""
+        """Return a reader's result for a key's value. An unreadable value is counted and reported, and returns None."""
         record = reader(item.value)
         if isinstance(record, Unreadable):
             self.distrust(item, record.reason)
@@ -220,7 +204,7 @@ class Membership:
         """Report unreadable values, if they have changed since the last report."""
         self._unreadable.forget_older(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
-        # Report only a change, because this is called with every event.
+        # This is called with every event, so report only a change.
         if now != self._reported:
             self._reported = now
             self.effects.append(now)
@@ -231,12 +215,11 @@ class Membership:
         return f"{self.instance}-{self._nonces}"
 
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
-        # The floor is the revision that the store has reached now. An answer with a lower one comes from an earlier
-        # state of the store.
+        # An answer with a lower revision than the store has now is from an earlier state of the store.
         self._numbers += 1
         self._pending[self._numbers] = PendingQuestion(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))
 
     def take(self, number: int) -> PendingQuestion | None:
-        """Return the question that this answer belongs to; None if it was answered before."""
+        """Return the request that an answer belongs to; None if it was answered before."""
         return self._pending.pop(number, None)

@@ -1,12 +1,13 @@
-"""Claims of names. At most one node has a name at a time, under an epoch that only rises.
+"""Claims of names. At most one node has a name at a time, and each claim has a higher epoch than earlier ones.
 
-One transaction makes a claim. Its conditions are that the name is absent, and that this node's record and the store's
-generation are still those with which the node joined. The transaction's revision plus the fleet's base gives the epoch;
-the base rises whenever the revisions of a restored store are lower. If the answer is lost, the node repeats the attempt
-with the same nonce: if the first one was executed, the repetition fails and reads the claim back. Nothing is granted
-until an answer shows the claim. Each heartbeat reads this node's claims and deletes those without a lease or a waiting
-request, however late an attempt was executed. A claim that this run did not make, and that this daemon does not know,
-may be another daemon's. It is deleted once all leases of that daemon have ended.
+One transaction makes a claim, if the name is absent and the node is still a member. The epoch is the transaction's
+revision plus the fleet's base of epochs. If the answer is lost, the node repeats the attempt with the same nonce. If
+the first attempt was executed, the repetition fails and reads the claim. A lease is granted only after an answer has
+shown the claim.
+
+Each heartbeat reads this node's claims, and deletes those without a lease or a waiting request. A claim that this
+daemon does not know may be another daemon's with the same node id. It is deleted when all leases of that daemon have
+ended.
 """
 
 from collections.abc import Mapping
@@ -47,28 +48,25 @@ from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_REQUESTS: Final = 1_024
-"""Maximum number of claims that may wait on one node. Limits how often tenants can make a node ask etcd."""
+"""Maximum number of claims that may wait on one node, to limit the requests to etcd that tenants can cause."""
 
 MAX_HOLDERS: Final = 1_024
-"""Maximum number of names with holders that are remembered from one request to the next. Bounds the memory that
-tenants' requests can take."""
+"""Maximum number of names whose holders are remembered from one attempt to the next."""
 
 MAX_RELEASES: Final = 256
-"""Maximum number of claims that heartbeats delete at the same time, so that someone who writes thousands of claims
-under this node's id can't keep the node busy with deletions."""
+"""Maximum number of deletions in progress that heartbeats begin. A foreign program may write thousands of claims under
+this node's id."""
 
 RETRY_AFTER_MS: Final = 1_000
-"""Milliseconds after which a client should ask again for a name that is taken, or on a node that is cut off."""
+"""Milliseconds after which a client should try again if a name is taken or the node is cut off."""
 
 
 @dataclass(slots=True)
 class _ClaimRequest:
     """A claim that the broker has requested.
 
-    Attributes:
-        nonce: The nonce of all attempts.
-        next_ns: When the next attempt is due.
-        refusal: Why the last attempt failed; None if no attempt has been answered yet.
+    Attributes: nonce: The nonce, the same for all attempts. next_ns: When the next attempt is due. refusal: Why the
+    last attempt failed; None if no attempt has been answered yet.
     """
 
     claim: ClaimWanted
@@ -83,14 +81,14 @@ class NodeClaims:
 
     def __init__(self, membership: Membership, fences: NodeFences) -> None:
         self.live: dict[str, int] = {}
-        """Revisions of the granted claims that have not ended."""
+        """The granted claims that have not ended: revisions by name."""
         self._membership = membership
         self._fences = fences
         self._requests: dict[int, _ClaimRequest] = {}
         self._releasing: set[tuple[str, int]] = set()
         self._holders: dict[str, str] = {}
         self._former: frozenset[tuple[str, int]] = frozenset()
-        """Claims of this daemon's earlier memberships. Their leases have ended."""
+        """Claims of this daemon's earlier memberships, as name and revision. Their leases have ended."""
 
     # --- requests of the broker ---
 
@@ -104,7 +102,7 @@ class NodeClaims:
         self._requests[claim.request] = _ClaimRequest(claim, self._membership.nonce(), now_ns)
 
     def drop(self, request: int) -> None:
-        """Forget a request. If its last attempt has claimed the name, or claims it later, the claim is deleted."""
+        """Forget a request. If an attempt has claimed the name, or claims it later, a heartbeat deletes the claim."""
         self._requests.pop(request, None)
 
     def end(self, name: str, epoch: int, now_ns: int) -> None:
@@ -131,9 +129,9 @@ class NodeClaims:
     # --- time ---
 
     def advance(self, now_ns: int) -> None:
-        """Make the attempts that are due, and refuse requests that have waited long enough."""
+        """Make attempts that are due, and refuse requests whose wait is over."""
         is_member = self._membership.is_member(now_ns)
-        # A request that has waited long enough is refused with its last reason, but only after an attempt was answered.
+        # A request whose wait is over is refused with its last reason, but only after an attempt was answered.
         for request in list(self._requests.values()):
             if request.is_asking:
                 continue
@@ -173,11 +171,11 @@ class NodeClaims:
     def _answered(
         self, request: _ClaimRequest, incarnation: int, holder: str | None, outcome: Outcome, sent_ns: int, now_ns: int
     ) -> None:
-        """Process the outcome of an attempt that was made in that incarnation and also read that holder's node."""
+        """Process the outcome of an attempt, which was made in `incarnation` and also read the node `holder`."""
         request.is_asking = False
         claim = request.claim
         is_wanted = self._requests.get(claim.request) is request
-        # The claim may exist. Repeat the attempt with the same nonce, which finds the claim if it exists.
+        # The claim may exist. Repeat the attempt with the same nonce, which then finds it.
         if isinstance(outcome, Unknown):
             request.next_ns = now_ns + self._membership.retry_ns
             request.refusal = (
@@ -192,20 +190,20 @@ class NodeClaims:
                 f"the fleet's store refused the claim; an operator must act: {outcome.reason}",
             )
             return
-        # A failed attempt may have found the claim of an earlier attempt that got no answer.
+        # A failed attempt may have found the claim of an earlier attempt without an answer.
         revision = outcome.revision if outcome.succeeded else self._revision_of_mine(request, incarnation, outcome)
         if not revision:
             if is_wanted:
                 self._taken(request, holder, outcome, now_ns)
-        # The broker has dropped the request, so the claim would block the name for nothing.
+        # The broker has dropped the request, so delete the claim.
         elif not is_wanted:
             self._release(claim.name, revision, now_ns)
         elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
-            # The claim can't be used now. A heartbeat or the next attempt finds it.
+            # This node is not a member now. The next attempt or a heartbeat will find the claim.
             request.refusal = ISOLATED_TROUBLE
             request.next_ns = now_ns + self._membership.retry_ns
         else:
-            # The claim is in etcd and this node is a member. Only now may the broker admit the lease.
+            # The claim is in etcd and this node is a member, so the broker may admit the lease.
             del self._requests[claim.request]
             self.live[claim.name] = revision
             epoch = revision + self._membership.epoch_base
@@ -218,7 +216,7 @@ class NodeClaims:
         return answer.found[0][0].mod_revision if is_own else 0
 
     def _taken(self, request: _ClaimRequest, read_node: str | None, answer: TransactionAnswer, now_ns: int) -> None:
-        """Wait for a name that another claim has, and check the node that has it."""
+        """Wait for a name that is taken, and check the node that has it."""
         membership, name = self._membership, request.claim.name
         request.refusal = (
             ClaimRefusal.TAKEN,
@@ -226,7 +224,7 @@ class NodeClaims:
         )
         request.next_ns = now_ns + membership.poll_ns
         if not answer.found[0]:
-            # The name is free, so the failed condition was this node's membership. Its next heartbeat will show that.
+            # The name is free, so the comparison of this node's membership failed. The next heartbeat will show why.
             request.refusal = ISOLATED_TROUBLE
             membership.is_suspect = True
             return
@@ -234,19 +232,19 @@ class NodeClaims:
         record = self._claim(answer.found[0])
         if record is None:
             request.refusal = ClaimRefusal.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
-        # The claim is this node's own, from an earlier incarnation or from a request that has ended.
+        # The claim is this node's, from an earlier incarnation or from a request that has ended.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
             is_earlier = record.incarnation != membership.incarnation
             if is_earlier or self._is_orphan(name, revision, record.nonce):
                 self._release_if_over(name, revision, record.nonce, now_ns)
-        # The attempt did not read the holder's record. Repeat it at once, with that read.
+        # The attempt did not read the holder's record. Repeat the attempt at once with this read.
         elif record.node_id != read_node:
             self._remember_holder(name, record.node_id)
             request.next_ns = now_ns
         else:
-            # The attempt read the holder's record. If the holder was silent for too long, fence it and take the name
-            # from it.
+            # The attempt read the holder's record. If the holder was silent for too long, fence it and delete its
+            # claim.
             holder_state = answer.found[1], answer.found[2]
             is_free, request.next_ns = self._fences.poll(record.node_id, record.incarnation, holder_state, now_ns)
             if is_free:
@@ -262,9 +260,10 @@ class NodeClaims:
     # --- the end of claims ---
 
     def sweep(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> str | None:
-        """Compare this node's claims, read by a heartbeat at that revision, with the leases that live.
+        """Compare this node's claims, which a heartbeat read at this revision, with its leases.
 
-        Deletes claims without a lease or a waiting request. Returns the name of a living lease whose claim was deleted.
+        Claims without a lease or a waiting request are deleted. Returns the name of a lease whose claim is gone; None
+        if there is none.
         """
         claimed = {}
         for item in items:
@@ -282,7 +281,7 @@ class NodeClaims:
                 continue
             if self._release_if_over(name, claim_revision, nonce, now_ns):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
-        # A claim with a higher revision was made after the heartbeat, so its absence proves nothing.
+        # A claim with a higher revision was made after the heartbeat, so it may be missing.
         lost = (
             name
             for name, revision_of_claim in self.live.items()
@@ -291,18 +290,15 @@ class NodeClaims:
         return next(lost, None)
 
     def _is_orphan(self, name: str, revision: int, nonce: str) -> bool:
-        """Return whether a claim of this node is an orphan.
-
-        An orphan has no lease, and no request whose next attempt will find it.
-        """
+        """Return whether a claim of this node has no lease, and no request whose next attempt will find it."""
         if self.live.get(name) == revision or (name, revision) in self._releasing:
             return False
         return all(request.nonce != nonce for request in self._requests.values())
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
-        """Delete a claim unless another daemon with this node's id may serve it. Returns whether it deletes."""
-        # The claim belongs to this daemon if this daemon knows the claim or made the nonce. Otherwise the leases of
-        # every daemon that may have made it must have ended.
+        """Delete a claim, unless another daemon with this id may serve the name. Returns whether it is deleted."""
+        # The claim is this daemon's if the daemon knows it or made its nonce. Otherwise, all leases of other daemons
+        # with this id must have ended.
         is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
         is_over = is_known or self._membership.is_over(now_ns)
         if is_over:
@@ -322,7 +318,7 @@ class NodeClaims:
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, revision))
             if isinstance(outcome, TransactionAnswer) and not outcome.succeeded:
-                # Someone else has deleted the claim, but this node's list entry for it remains.
+                # The claim is already deleted, but its entry in this node's list remains.
                 leftover = Transaction((ModRevisionIs(held_record, revision),), (Delete(held_record),))
                 self._membership.ask(now_ns, leftover, lambda outcome, sent_ns, now_ns: None)
             self._freed(name, outcome, sent_ns, now_ns)
@@ -330,7 +326,7 @@ class NodeClaims:
         self._membership.ask(now_ns, transaction, on_outcome)
 
     def _freed(self, name: str, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-        """Let the requests that wait for a name try again at once, because its claim was deleted."""
+        """Let requests for a name try again at once, because its claim was deleted."""
         if isinstance(outcome, TransactionAnswer):
             for request in self._requests.values():
                 if request.claim.name == name:

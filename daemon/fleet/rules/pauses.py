@@ -1,14 +1,13 @@
-"""Detects pauses of the whole machine, as far as the machine's own readings show them.
+"""Detects pauses of the whole machine from readings of its clocks and counters.
 
-While a virtual machine is paused, migrated or restored from a snapshot, its clocks stop. So its membership deadline
-does not come closer, although other nodes may already serve its names. Afterwards two readings can show the pause, if
-the hypervisor provides them:
+While a virtual machine is paused, migrated or restored from a snapshot, its clocks stop. Its membership deadline then
+seems to be in the future, although other nodes may already serve its names. Two readings can show the pause afterwards,
+if the hypervisor provides them:
 
 - The host's clock, which the hypervisor exposes, has advanced further than this machine's.
 - The stolen time of a processor has grown by more than this machine's clock advanced. Xen counts a pause in this way.
 
-A suspension in which the machine's own kernel takes part is not such a pause: CLOCK_BOOTTIME, the deadline's clock,
-counts it.
+A suspension by the machine's own kernel is no such pause, because CLOCK_BOOTTIME, the deadline's clock, counts it.
 
 A machine with a changed generation id was restored from a snapshot, or copied (VM Generation ID, Linux 6.10 and later).
 The length of the pause is then unknown, and another machine may be running with the same state.
@@ -28,12 +27,10 @@ NS_PER_TICK: Final = 10_000_000
 class MachineReading:
     """Readings of a machine's clocks and counters at one moment.
 
-    Attributes:
-        began_ns: CLOCK_BOOTTIME before the other readings.
-        ended_ns: CLOCK_BOOTTIME after the other readings.
-        host_ns: The host's clock; None if the hypervisor does not expose it.
-        stolen_ns: By processor, the time for which the hypervisor ran something else instead.
-        generation_changes: How many changes of the machine's generation id the kernel has reported.
+    Attributes: began_ns: CLOCK_BOOTTIME before the other readings. ended_ns: CLOCK_BOOTTIME after the other readings.
+    host_ns: The host's clock; None if the hypervisor does not expose it. stolen_ns: The time for which the hypervisor
+    did not run a processor that was ready to run, by processor. generation_changes: Number of changes of the machine's
+    generation id that the kernel has reported.
     """
 
     began_ns: int
@@ -46,14 +43,13 @@ class MachineReading:
 def missed_ns(before: MachineReading, now: MachineReading) -> int | None:
     """Return the minimum time for which the clocks stopped between two readings; None if the time is unknown.
 
-    A delay of the reader makes the result smaller, never larger.
+    A delay between readings can only make the result smaller.
     """
     if now.generation_changes != before.generation_changes:
         return None
-    # Use the longest time that can have passed on this machine's clock, so that the difference is the shortest pause.
+    # Use the longest time that may have passed on this machine's clock, which gives the shortest possible pause.
     elapsed_ns = now.ended_ns - before.began_ns
-    # Collect how far each clock that runs during a pause has advanced. Processors that were added meanwhile have no
-    # earlier reading.
+    # Collect how far each clock that runs during a pause has advanced. Skip processors without an earlier reading.
     outside_ns = [stolen - before.stolen_ns[cpu] for cpu, stolen in now.stolen_ns.items() if cpu in before.stolen_ns]
     if before.host_ns is not None and now.host_ns is not None:
         outside_ns.append(now.host_ns - before.host_ns)

@@ -1,7 +1,7 @@
 """A tenant's quota in etcd: 16 shards, each with a part of the quota and the leases that count against it.
 
-The quota is the sum of the shards' budgets, all at least zero. An operator sets it for a tenant by name, or for all
-others with the default. Shards that were made from the default contain the default's revision.
+The quota is the sum of the shards' budgets, none of which is negative. An operator sets a quota for a tenant by name,
+or the default for all others. Shards that were made from the default have the default's revision.
 """
 
 import re
@@ -24,17 +24,17 @@ from gpulease.daemon.fleet.records.record_reader import (
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HELD_KEY_BYTES: Final = 4 << 10
-"""Longest key of an entry. A node's id has at most 255 bytes, and a fully quoted tenant name 192."""
+"""Maximum bytes of an entry's key. A node's id has at most 255 bytes, and a tenant's quoted name 192."""
 
 _LEASE: Final = re.compile("[0-9a-f]{32}")
 
 SHARDS: Final = 16
-"""Number of parts of a quota. Nodes that use different parts never wait for each other."""
+"""Number of parts of a quota. Nodes that use different shards do not wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard's value: for each lease, the node's id, its incarnation and the bytes."""
+    """A shard's value. An entry has, by lease, the node's id, the node's incarnation and the bytes."""
 
     budget: QuotaBytes
     used: dict[LeaseText, tuple[NodeId, Number, QuotaBytes]]
@@ -57,11 +57,9 @@ class QuotaEntry:
 class Shard:
     """A part of a quota, as read at `mod_revision`.
 
-    Attributes:
-        mod_revision: Its revision; 0 if absent.
-        used: Entries by lease, in 32 hexadecimal digits.
-        default_revision: Revision of the default that the shard was made from; 0 if the quota is the tenant's own.
-        unreadable: Why its value is unreadable, so that nodes do not change it; "" if it is readable.
+    Attributes: mod_revision: Its revision; 0 if absent. used: Entries by lease, in 32 hexadecimal digits.
+    default_revision: Mod revision of the default that the shard was made from; 0 if the quota is the tenant's own.
+    unreadable: Why its value is unreadable; "" if it is readable. Nodes do not change an unreadable shard.
     """
 
     key: bytes
@@ -92,13 +90,13 @@ class Shard:
 
 
 def has_sound_budgets(shards: Iterable[Shard]) -> bool:
-    """Return whether all shards of a tenant are readable, and one shard could hold the sum of their budgets."""
+    """Return whether all shards of a tenant are readable, and the sum of their budgets fits into one."""
     listed = list(shards)
     return all(shard.is_readable for shard in listed) and sum(shard.budget_bytes for shard in listed) <= MAX_QUOTA_BYTES
 
 
 class DefaultQuota(NamedTuple):
-    """The quota of all tenants without their own, as read at that revision; `unreadable` as in a shard."""
+    """The quota of all tenants without a quota of their own. `unreadable` is as in a shard."""
 
     total_bytes: int
     mod_revision: int
@@ -128,7 +126,7 @@ def held_entry_key(node_id: str, tenant: str, lease_id: str) -> bytes:
 
 def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
     """Return tenant and lease of the quota entry with that key in its node's list."""
-    # Build the key again from its parts. Only a key in our own form stays the same.
+    # Build the key again from its parts. Another form of the key is unreadable.
     quoted, _, lease_id = key.removeprefix(held_key(node_id)).decode(errors="replace").partition("/")
     tenant = unquote(quoted)
     if (
@@ -169,17 +167,17 @@ def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]
 
 
 def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0) -> None:
-    """Set budgets with the sum `total_bytes`. Used bytes come first, so that a lease keeps its bytes."""
+    """Set budgets with the sum `total_bytes`. If possible, each shard gets at least the bytes that it uses."""
     listed = list(shards)
     used = [shard.used_bytes for shard in listed]
-    # There is enough for all: each shard gets the bytes that it uses, and an equal part of the remaining bytes.
+    # Each shard gets the bytes that it uses, and an equal part of the remaining bytes.
     if (spare := total_bytes - sum(used)) >= 0:
         budgets = [size + spare // len(listed) for size in used]
     else:
-        # The quota is smaller than its use: scale every budget down, so that none has free bytes.
+        # The quota is smaller than its use. Scale every budget down, so that no shard has free bytes.
         budgets = [size * total_bytes // sum(used) for size in used]
-    # Integer division leaves a remainder. It goes to the first shard or, if the quota is short, to shards that use more
-    # than their budget.
+    # The remainder of the division goes to the first shard or, if the quota is smaller than its use, to shards that use
+    # more than their budget.
     rest_bytes = total_bytes - sum(budgets)
     for shard, size, budget_bytes in zip(listed, used, budgets, strict=True):
         share = rest_bytes if spare >= 0 else min(rest_bytes, size - budget_bytes)

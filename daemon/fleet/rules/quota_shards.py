@@ -1,13 +1,14 @@
-"""Quotas over all nodes: claims of bytes, in shards between which the quota moves to where it is used.
+"""Claims of bytes of quotas that apply to all nodes.
 
-A tenant's quota is the sum of 16 budgets, one for each shard. A node admits a lease against the budget of one shard,
-which the node's id selects, so that nodes seldom wait for each other. If that budget is too small, one transaction
-moves the missing bytes there from other shards, or half of their free bytes if that is more. The sum stays the same. An
-entry has the lease's id as key: if an answer is lost, the node reads the entry back by that id. A node that gives up an
+A tenant's quota is the sum of the budgets of 16 shards. A node enters its leases in one shard, its home shard, which
+its id selects. So nodes seldom wait for each other. If the home shard's budget is too small, one transaction moves
+bytes there from other shards. The sum stays the same.
+
+An entry's key is the lease's id. If an answer is lost, the node reads the entry by that id. A node that removes an
 entry rewrites the shard even if the entry is absent, so that no late attempt succeeds. Each heartbeat reads the node's
-entries and removes those without a lease or a waiting request, as it does with names.
+entries, and removes those without a lease or a waiting request, as it does with names.
 
-Entries of a fenced node count for as long as its leases may live, like its claims of names.
+Entries of a fenced node count until its leases must have ended, like its claims of names.
 """
 
 from collections.abc import Mapping
@@ -58,24 +59,23 @@ from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256
 """Maximum number of leases of one tenant in one shard. With node ids of 128 characters, the shard has 50 KB, less than
-the largest record that is read."""
+MAX_RECORD_BYTES."""
 
 MAX_DROPS: Final = 64
-"""Maximum number of entries of dead nodes that one attempt removes. Limits a transaction, like MAX_LOOKS."""
+"""Maximum number of entries of dead nodes that one attempt removes. etcd accepts 128 operations in one transaction."""
 
 MAX_LOOKS: Final = 32
-"""Maximum number of nodes that one attempt checks, with two reads each. Limits a transaction: etcd accepts 128
-operations in one.
+"""Maximum number of nodes that one attempt checks, with two reads each. etcd accepts 128 operations in one transaction.
 """
 
 MAX_REQUESTS: Final = 1_024
-"""Maximum number of claims of bytes that may wait on one node. Limits how often tenants can make a node ask etcd."""
+"""Maximum number of claims of bytes that may wait on one node, to limit the requests to etcd that tenants can cause."""
 
 MAX_TENANTS: Final = 1_024
-"""Maximum number of tenants whose nodes are remembered from one request to the next, to bound memory."""
+"""Maximum number of tenants whose nodes are remembered from one request to the next."""
 
 MAX_REMOVALS: Final = 256
-"""Maximum number of removals in progress that heartbeats begin, for the reason given at MAX_RELEASES."""
+"""Maximum number of removals in progress that heartbeats begin, as MAX_RELEASES for names."""
 
 RETRY_AFTER_MS: Final = 1_000
 
@@ -84,10 +84,8 @@ RETRY_AFTER_MS: Final = 1_000
 class _BytesRequest:
     """A claim of bytes that the broker has requested.
 
-    Attributes:
-        nodes: Nodes with entries, which are checked because no bytes are left.
-        may_be_written: Whether an attempt may have written the entry, or may still write it.
-        refusal: Why the last attempt failed.
+    Attributes: nodes: Nodes with entries that the next attempt checks, because no bytes are left. may_be_written:
+    Whether an attempt may have written the entry, or may still write it. refusal: Why the last attempt failed.
     """
 
     demand: QuotaWanted
@@ -101,12 +99,9 @@ class _BytesRequest:
 class _Quota(NamedTuple):
     """A tenant's quota as one attempt read it, with the attempt's changes.
 
-    Attributes:
-        home: The shard with this node's entries.
-        shards: All shards by key.
-        changed: Keys of the shards to be written.
-        writes: Writes of other keys, by key.
-        default: The default that the budgets were made from; None if the quota is the tenant's own.
+    Attributes: home: The home shard, with this node's entries. shards: All shards by key. changed: Keys of the shards
+    to be written. writes: Writes of other keys, by key. default: The default that the budgets were made from; None if
+    the quota is the tenant's own.
     """
 
     home: Shard
@@ -128,11 +123,11 @@ class QuotaShards:
         self._fences = fences
         self._requests: dict[int, _BytesRequest] = {}
         self._endings: dict[tuple[str, str], int] = {}
-        """By tenant and lease, when to try to remove the entry. Does not include removals in progress."""
+        """Entries to remove, and when to try. Removals in progress are not included."""
         self._removing: set[tuple[str, str]] = set()
         self._read_nodes: dict[str, tuple[str, ...]] = {}
-        """By tenant, the nodes to check, so that the next request can take a dead node's bytes even if no request has
-        waited."""
+        """The nodes that the tenant's next request checks. So even a request that does not wait can use a dead node's
+        bytes."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
     @property
@@ -153,7 +148,7 @@ class QuotaShards:
     def drop(self, request: int, now_ns: int) -> None:
         """Forget a request, and remove the entry that its last attempt wrote."""
         pending = self._requests.pop(request, None)
-        # Delete everything that its attempts may have written, because it would count against the tenant.
+        # Remove the entry that an attempt may have written, because it counts against the tenant.
         if pending and (pending.is_asking or pending.may_be_written):
             self.end(pending.demand.tenant, pending.demand.lease_id, now_ns)
 
@@ -177,22 +172,19 @@ class QuotaShards:
         Args:
             forgets: Whether the earlier entries may belong to another daemon, or to another store.
         """
-        # As long as this daemon remembers these leases, it can return their bytes without a wait.
+        # Remember these leases, whose bytes this daemon can return without a wait.
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 
     def sweep(self, items: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Remove orphans among this node's entries, which a heartbeat read.
-
-        An orphan has neither a lease nor a waiting request.
-        """
-        # An entry that a waiting request wrote is not an orphan, though no lease has it yet.
+        """Remove this node's entries without a lease or a waiting request. A heartbeat has read the entries."""
+        # A waiting request may have written an entry, although there is no lease yet.
         awaited = {request.demand.lease_id for request in self._requests.values()}
         for item in items:
             if not is_quotas(item.key, self._membership.node_id):
                 continue
             key = held_entry(item.key, self._membership.node_id)
-            # An unreadable key of this node stays, because a newer version may have written it.
+            # Keep an unreadable key, because a newer version may have written it.
             if isinstance(key, Unreadable):
                 self._membership.distrust(item, key.reason)
                 continue
@@ -203,7 +195,7 @@ class QuotaShards:
             # The entry has an owner, or its removal is in progress.
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
                 continue
-            # Another daemon with this node's id may have written the entry, and its lease may still live.
+            # Another daemon with this node's id may have written the entry, and its lease may still run.
             if lease_id not in self._former and not self._membership.is_over(now_ns):
                 continue
             self._membership.effects.append(Noted(Note.ORPHAN_DELETED, f"bytes of {tenant}'s lease {lease_id}"))
@@ -212,8 +204,8 @@ class QuotaShards:
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
-        # Step 1: go through the waiting requests. A request gets at least one attempt. After it has waited long enough,
-        # it is refused with its last reason.
+        # Step 1: attempt or refuse the waiting requests. A request gets at least one attempt. When its wait is over, it
+        # is refused with its last reason.
         for request in list(self._requests.values()):
             if request.is_asking:
                 continue
@@ -232,7 +224,7 @@ class QuotaShards:
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` next has something to do; None if it only has to wait for events."""
-        # An attempt in progress needs no timer, because its answer is the next event.
+        # A request with an attempt in progress needs no timer, because the answer is an event.
         waiting = [request for request in self._requests.values() if not request.is_asking]
         deadlines = [max(request.demand.wait_until_ns, now_ns) for request in waiting]
         tries = [request.next_ns for request in waiting] if self._membership.is_member(now_ns) else []
@@ -242,7 +234,7 @@ class QuotaShards:
 
     def _read(self, request: _BytesRequest, now_ns: int) -> None:
         request.is_asking = True
-        # Read the shards, the default, and the records of the nodes that may be dead, at one revision.
+        # Read the shards, the default, and the records of nodes that may be dead, at one revision.
         nodes = request.nodes
         fence_reads = (read for node in nodes for read in reads_of(node))
         reads = (Get(quota_prefix(request.demand.tenant), is_prefix=True), Get(QUOTA_DEFAULT), *fence_reads)
@@ -277,22 +269,22 @@ class QuotaShards:
         """Return a tenant's own quota, or one made from the default; None if there is neither."""
         shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
-        # If one shard is unreadable, the sum is unknown, so nothing may be granted.
+        # If a shard is unreadable, the sum is unknown, so nothing is granted.
         if not has_sound_budgets(shards.values()):
             return Unreadable("a shard can't be read")
-        # Step 1: shards that an operator has set are the tenant's own, so the default does not count.
+        # Step 1: if the shards are the tenant's own, the default does not apply.
         if shards and not any(shard.default_revision for shard in shards.values()):
             default = None
         elif default and default.unreadable:
             self._membership.distrust(answer.found[1][0], default.unreadable)
             return Unreadable("the default can't be read")
         elif default:
-            # Step 2: use the default. Shards of an earlier default get new budgets with this write.
+            # Step 2: otherwise use the default. Shards that were made from an earlier default get new budgets.
             shards = all_shards(tenant, shards)
             if any(shard.default_revision != default.mod_revision for shard in shards.values()):
                 spread(shards.values(), default.total_bytes, default.mod_revision)
                 changed = set(shards)
-        # Step 3: without a home shard the tenant has no quota at all.
+        # Step 3: without a home shard, the tenant has no quota.
         home = shards.get(shard_key(tenant, self._slot))
         return _Quota(home, shards, changed, {}, default) if home else None
 
@@ -308,18 +300,19 @@ class QuotaShards:
 
     def _place(self, request: _BytesRequest, quota: _Quota, now_ns: int) -> None:
         """Write a lease's entry into the home shard, and move budgets of other shards there if necessary."""
-        # The sums over all shards: the bytes that the tenant may use, and those that it uses.
+        # Sum up the budgets and the used bytes of all shards.
         membership, demand, home = self._membership, request.demand, quota.home
         shards = quota.shards.values()
         total_bytes = sum(shard.budget_bytes for shard in shards)
         left_bytes = total_bytes - sum(shard.used_bytes for shard in shards)
         quota_text = f"tenant {demand.tenant!r} has a fleet quota of {size_text(total_bytes)}"
         request_text = f"{size_text(demand.size_bytes)} was requested"
-        # Waiting does not help: only an operator can enlarge the quota.
+        # The request exceeds the whole quota, so it need not wait.
         if demand.size_bytes > total_bytes:
             self._refuse_at_once(request, ClaimRefusal.TOO_LARGE, f"{quota_text}, and {request_text}", now_ns)
             return
-        # Waiting may help: leases end, and entries of dead nodes can be removed. Check the nodes that have entries.
+        # The request waits for leases to end, or for entries of dead nodes to be removed. Check the nodes that have
+        # entries.
         if demand.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
             request.refusal = (
                 ClaimRefusal.TAKEN,
@@ -338,11 +331,11 @@ class QuotaShards:
             request.nodes = tuple(nodes)
             self._remember(demand.tenant, request.nodes)
             return
-        # The quota suffices. Move the bytes that the home shard lacks from the shards with the most free bytes. Move at
-        # least half of the free bytes of each, for the tenant's next leases.
+        # The quota suffices. Move missing bytes to the home shard, from the shards with the most free bytes first. Of
+        # each, move at least half of the free bytes, for the tenant's next leases.
         missing = demand.size_bytes - (home.budget_bytes - home.used_bytes)
-        # While one shard is overdrawn, the free bytes of the others are fewer than they seem. So this write must
-        # compare all shards.
+        # If a shard uses more than its budget, the other shards' free bytes are not all available. So compare all
+        # shards.
         is_overdrawn = any(shard.budget_bytes < shard.used_bytes for shard in shards)
         for other in sorted(shards, key=lambda shard: shard.free_bytes, reverse=True):
             if missing <= 0 or other is home:
@@ -360,7 +353,7 @@ class QuotaShards:
         self._write(request, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
 
     def _remember(self, tenant: str, nodes: tuple[str, ...]) -> None:
-        # Move the tenant to the end. The tenant that asked least recently is removed first.
+        # Move the tenant to the end. The tenant with the oldest request is removed first.
         self._read_nodes.pop(tenant, None)
         while len(self._read_nodes) >= MAX_TENANTS:
             del self._read_nodes[next(iter(self._read_nodes))]
@@ -368,7 +361,7 @@ class QuotaShards:
 
     def _write(self, request: _BytesRequest, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
-        # Compare every shard that is written, and the default. If one has changed since, nothing is written.
+        # Compare every shard that is written, and the default. If one has changed since the read, nothing is written.
         compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
@@ -382,11 +375,12 @@ class QuotaShards:
         request.may_be_written |= not isinstance(outcome, TransactionAnswer)
         demand = request.demand
         if self._requests.get(demand.request) is not request:
-            # Dropping the request has removed the entry, unless this attempt was executed after that. Remove it again.
+            # The request was dropped and its entry removed. This attempt may have been executed later, so remove the
+            # entry again.
             self.end(demand.tenant, demand.lease_id, now_ns)
         elif self._is_answer(outcome, request, now_ns):
-            # If this node is still a member, another node was faster. Try again at once, because one of them always
-            # succeeds. If it is not a member, no attempt can succeed, and the next heartbeat shows that.
+            # If this node is still a member, another node has changed a shard. Try again at once. If it is not, no
+            # attempt can succeed, and the next heartbeat shows that.
             request.next_ns = now_ns
             request.may_be_written |= outcome.succeeded
             if outcome.succeeded and incarnation == self._membership.incarnation:
@@ -396,7 +390,7 @@ class QuotaShards:
                 request.next_ns = now_ns + self._membership.poll_ns
 
     def _is_answer(self, outcome: Outcome, request: _BytesRequest, now_ns: int) -> TypeGuard[TransactionAnswer]:
-        """Return whether the outcome is an answer. If not, note when to try again and why."""
+        """Return whether the outcome is an answer. If not, note the reason and when to try again."""
         if isinstance(outcome, TransactionAnswer):
             return True
         request.next_ns = now_ns + self._membership.poll_ns
@@ -413,8 +407,7 @@ class QuotaShards:
         return False
 
     def _grant(self, request: _BytesRequest, now_ns: int) -> None:
-        # The membership may have ended before the answer arrived. Then the entry stays until a later attempt or `drop`
-        # finds it.
+        # If the membership has ended, the entry stays until a later attempt or `drop` finds it.
         if self._membership.is_member(now_ns):
             del self._requests[request.demand.request]
             self.live[request.demand.lease_id] = request.demand.tenant
@@ -431,8 +424,8 @@ class QuotaShards:
             for lease_id, entry in list(shard.used.items()):
                 if len(quota.writes) >= MAX_DROPS:
                     return
-                # The lease of this node's own entry has ended if the entry's membership has ended and no other daemon
-                # can have the lease.
+                # This node's own entry may be dropped if its membership has ended and no other daemon can have the
+                # lease.
                 if entry.node_id == membership.node_id:
                     is_known = lease_id in self._former
                     is_earlier = entry.incarnation != membership.incarnation
@@ -451,14 +444,14 @@ class QuotaShards:
     # --- giving back ---
 
     def _remove(self, tenant: str, lease_id: str, now_ns: int) -> None:
-        """Rewrite the home shard without a lease's entry. Its revision rises even if the entry is absent."""
+        """Rewrite the home shard without a lease's entry, even if the entry is absent, so that late attempts fail."""
         membership = self._membership
         key = shard_key(tenant, self._slot)
         held_record = Delete(held_entry_key(membership.node_id, tenant, lease_id))
         self._removing.add((tenant, lease_id))
 
         def on_read(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-            # Read the shard first: the write below compares its revision, so that no other entry is lost.
+            # The write compares the revision that was read, so that no other entry is lost.
             if not isinstance(outcome, TransactionAnswer):
                 on_written(outcome, sent_ns, now_ns)
                 return
@@ -471,7 +464,7 @@ class QuotaShards:
             membership.ask(now_ns, transaction, on_written)
 
         def on_written(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-            # Repeat until it succeeds, because an entry that stays would count against the tenant forever.
+            # Repeat until the removal succeeds, because the entry counts against the tenant.
             self._removing.discard((tenant, lease_id))
             if not (isinstance(outcome, TransactionAnswer) and outcome.succeeded):
                 self._endings.setdefault((tenant, lease_id), now_ns + membership.retry_ns)
@@ -479,7 +472,7 @@ class QuotaShards:
         membership.ask(now_ns, Transaction(reads=(Get(key),)), on_read)
 
     def _refuse_at_once(self, request: _BytesRequest, why: ClaimRefusal, text: str, now_ns: int) -> None:
-        """Refuse a request that need not wait, because only an operator can help."""
+        """Refuse a request without a wait, because only an operator can help."""
         self.drop(request.demand.request, now_ns)
         self._refuse(request.demand, (why, text))
 

@@ -1,16 +1,15 @@
-"""Dates of etcd's revisions on this node's clock: the latest time at which an unchanged record was written.
+"""Dates of etcd's revisions on this node's clock, from which follows how long a record has been unchanged.
 
-Revisions number all writes of the store and only rise. So a record with a mod revision up to that of an answer was
-written before the answer came. A node that keeps the dates of its own answers knows for every record, even a new one,
-the minimum time for which the record has been unchanged.
+Every write of the store increases the revision. So a record whose mod revision is at most that of an answer was written
+before the answer came. A node keeps the dates of its answers, and so knows for every record the minimum time for which
+it has been unchanged.
 """
 
 from typing import Final, NamedTuple
 
 KEPT_PARTS: Final = 42
-"""Maximum number of kept dates, to bound memory. They are a thirtieth of the horizon apart and cover more than the
-longest wait, five quarters of a horizon and a little (`Membership.make_up_for`), so that a silent node gets a date
-however late it is checked."""
+"""Maximum number of dates. They are a thirtieth of the horizon apart, and so cover more than the longest wait, which is
+a little over five quarters of a horizon (`Membership.make_up_for`)."""
 
 
 class _Date(NamedTuple):
@@ -36,9 +35,9 @@ class RevisionDates:
 
     def written_by_ns(self, mod_revision: int, now_ns: int) -> int:
         """Return a time by which the write of that revision, which was just read, was certainly done."""
-        # The earliest answer at or above the revision: the write was done before that answer came.
+        # The write was done before the earliest answer with this revision or a higher one.
         return next((date.now_ns for date in self._dates if date.revision >= mod_revision), now_ns)
 
     def forget(self) -> None:
-        """Forget all dates: the store may be another one, with the same revision numbers."""
+        """Forget all dates, because another store may have the same revisions."""
         self._dates.clear()

@@ -1,9 +1,7 @@
-"""Limits etcd's history, because etcd keeps every write until a client compacts it, and heartbeats never end.
+"""Limits etcd's history. etcd keeps every write, heartbeats included, until a client compacts the history.
 
-One key is the mark. If a member finds the mark unchanged for `history_s`, it rewrites the mark, on condition that the
-mark is still at that revision, and then removes the history before the old mark. So only one of the members does this,
-and newer history is kept. Each heartbeat reads the mark before the mark's age is checked, so other members seldom try
-after one has rewritten it.
+One key is the mark. A member that finds the mark unchanged for `history_s` rewrites it, if it is still at that
+revision, and then removes the history before the old mark. So only one member removes it, and newer history is kept.
 """
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -39,13 +37,13 @@ class StoreHistory:
         return Get(COMPACTION)
 
     def forget(self) -> None:
-        """Forget earlier observations, because the store may be another one, whose history they must not remove."""
+        """Forget the mark, because the store may be another one."""
         self._mark = None
 
     def observe(self, items: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Process the mark that a heartbeat has read; if it is old, remove the history before it."""
+        """Process the mark that a heartbeat has read. If the mark is old, remove the history before it."""
         revision = items[0].mod_revision if items else 0
-        # The mark was rewritten, by this node or another, so its age starts again.
+        # A node has rewritten the mark, so its age starts again.
         if self._mark is None or self._mark[0] != revision:
             self._mark = revision, now_ns
         if not self._history_ns or self._is_asking or now_ns - self._mark[1] < self._history_ns:
@@ -54,7 +52,7 @@ class StoreHistory:
 
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._is_asking = False
-            # This node rewrote the mark, so only this node removes the history before the old mark.
+            # This node rewrote the mark, so it removes the history before the old mark.
             if isinstance(outcome, TransactionAnswer) and outcome.succeeded and revision:
                 self._membership.effects.append(Compact(revision))
 
