@@ -88,7 +88,7 @@ def main(
     log_format: str | None,
     verbose: bool,
 ) -> None:
-    """Lease this host's GPUs: slices of VRAM for a period of time, each to a separate process."""
+    """Grant leases on this host's GPUs: slices of VRAM for a period of time, each used by a separate process."""
     try:
         begin_logging(LogStyle(log_format or "auto"))
     except NoThread as error:

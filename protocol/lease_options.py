@@ -418,7 +418,7 @@ LATENCY: Final = FlagOption(
     rule="the latency class must be one byte, 0 or 1, and given once",
     wire="1: while the session has work outstanding, other sessions of the card hold back; 0 or absent: they do not",
     call="latency()",
-    effect="have the card's other sessions hold their launches back while this one has work outstanding. The operator "
+    effect="hold back the launches of the card's other sessions while this one has work outstanding. The operator "
     "must allow it (`may_latency`)",
     in_submits=False,
     before=False,

@@ -105,7 +105,7 @@ def _fields(lease: engine.LeaseHandle) -> dict[str, Any]:
 @time_option
 @_json
 def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
-    """Extend a lease or a region: it will end --for from now.
+    """Extend a lease or a region, so that it ends after the time --for, counted from now.
 
     LEASE_ID defaults to GPULEASE_LEASE_ID.
     """
@@ -129,8 +129,8 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
 
     LEASE_ID defaults to GPULEASE_LEASE_ID.
 
-    With --memory the lease continues, and loses the buffers that it keeps by name and those left by ended programs.
-    This opens a session: unless the lease is SHARED, its session must not be open elsewhere.
+    With --memory, only buffers kept by name and buffers left by ended programs are freed; the lease continues. The
+    command opens a session for this: unless the lease is SHARED, its session must not be open elsewhere.
     """
     if memory:
         with if_interrupted(lambda: f"Memory of lease {lease_id} may have been freed: see gpulease leases."):

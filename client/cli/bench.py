@@ -130,7 +130,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--host-models",
     type=_POSITIVE,
-    help=f"With --park: for how many models park_memory has room; by default for the parked ones and {SPARE_MODELS}.",
+    help=f"With --park: for how many models park_memory has room; by default, {SPARE_MODELS} more than are parked.",
 )
 @click.option(
     "--decode",

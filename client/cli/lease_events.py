@@ -27,7 +27,7 @@ from gpulease.protocol.counts import counted
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
-    """Print the phases of LEASE_ID until it has ended, or of all leases until interrupted, one per line."""
+    """Print each phase of LEASE_ID as it begins, until the lease has ended; without LEASE_ID, of all leases."""
     if refused:
         if lease_id is None:
             raise click.UsageError("--refused needs a LEASE_ID, that of a region or of a lease with regions.")

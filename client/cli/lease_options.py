@@ -87,7 +87,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--latency",
             "is_latency",
             is_flag=True,
-            help="Make the card's other sessions hold back while this one has work; needs the operator's permission.",
+            help="Hold back the card's other sessions while this one has work; the operator must permit it.",
         ),
         click.option(
             "--weight",

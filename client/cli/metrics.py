@@ -24,7 +24,7 @@ def metrics() -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def health(as_json: bool) -> None:
-    """Show whether the daemon can grant leases, and if not, why. The exit status is then 1."""
+    """Show whether the daemon can grant leases. If it can't, show why; the exit status is then 1."""
     report = ask(Opcode.HEALTH, Empty()).report
     is_ready, checks = health_of(report)
     if as_json:

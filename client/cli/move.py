@@ -27,7 +27,7 @@ from gpulease.protocol.messages import LeaseMove, LeaseRef
 def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_json: bool) -> None:
     """Move the session of a parkable lease to another card of this node, or with --from all sessions of a card.
 
-    Connections, handles and device addresses stay valid, and programs may be at work. Waits until each move is
+    Connections, handles and device addresses stay valid, and programs can keep running. Waits until each move is
     complete. With --from, sessions that stay are listed with the reason, and the exit status is 1 if any session stays;
     new leases may still be granted on the card that is emptied, unless it is drained (`gpulease drain --device`).
     """

@@ -304,8 +304,8 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
 def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
     """Move the memory of a parkable lease's session to the host, so that other leases can use the card.
 
-    The session's next operation brings it back. Waits until the card shows the bytes free, or, with --cold, until the
-    session's process is being ended.
+    The session's next operation brings it back. The command returns when the card shows that the bytes are free or,
+    with --cold, when the daemon begins to end the session's process.
     """
     note = f"The park of lease {lease_id} may have begun, and then ends without this command: see gpulease leases."
     with if_interrupted(lambda: note):

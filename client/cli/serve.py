@@ -29,10 +29,10 @@ serve.add_command(serve_decode)
 DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 
 
-@serve.command("directory", short_help="Run a fleet's directory, which names nodes with room to tenants.", **PASSES_ON)
+@serve.command("directory", short_help="Run a fleet's directory, which lists nodes with room for tenants.", **PASSES_ON)
 @words_argument
 def directory(words: tuple[str, ...]) -> None:
-    """Run a fleet's directory, which names nodes with room to tenants. See `gpulease serve directory -h`."""
+    """Run a fleet's directory, which lists nodes with room for tenants. See `gpulease serve directory -h`."""
     become_module(DIRECTORY_MODULE, words, FLEET)
 
 
@@ -169,7 +169,7 @@ def gateway(
 def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:
     """Serve the models of a TOML file, each on a permanent lease.
 
-    See the README and client/serve/models/model_settings.py for the file's settings.
+    client/serve/README.md describes the file.
     """
     with needing("serve"):
         from gpulease.client.http.uvicorn_server import known_hosts, listening, serve

@@ -49,7 +49,7 @@ host_name_option = click.option(
     "--host-name",
     "host_names",
     multiple=True,
-    help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
+    help="A further host name that requests may have in Host and Origin, such as a proxy's. Repeatable.",
 )
 
 

@@ -29,9 +29,9 @@ from gpulease.protocol.time_units import US_PER_MS
 def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
     """Move sessions out of the workers of an earlier daemon into workers of the running one, one after the other.
 
-    Use it after an upgrade of the daemon. Each session is parked and continued in another process, with its
-    connections, handles and device addresses; its tenant sees one long operation. A session that can't leave its worker
-    stays there until its lease ends, and is listed with the reason. The exit status is 1 if any session stays.
+    Use it after an upgrade of the daemon. Each session is parked and continues in another process, with the same
+    connections, handles and device addresses; its tenant notices one slow operation. A session that can't leave its
+    worker stays there until its lease ends. The command lists such sessions with the reasons, and then exits with 1.
     """
     leases = [
         lease

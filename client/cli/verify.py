@@ -22,10 +22,10 @@ EXIT_BREACH: Final = 1
 def verify(driver: str, only: str, as_json: bool) -> None:
     """Try to violate every lease guarantee on this host's first card.
 
-    While it does so, a second tenant works on the card, and the command checks that this tenant is not affected.
+    Meanwhile a second tenant works on the card, and the command checks that this tenant is not affected.
 
-    Starts a private daemon, so a running daemon's leases are not touched, but the card is busy while it runs. The exit
-    status is 1 if any guarantee of leases does not hold.
+    Starts a private daemon, so it does not touch the leases of a running daemon, but uses the card's time. The exit
+    status is 1 if any guarantee does not hold.
     """
     # Show progress on stderr after each fault, and print the report at the end.
     report = run_matrix(driver, only, _ignore if as_json else _show_progress)

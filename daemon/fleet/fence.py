@@ -162,8 +162,8 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
 def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> None:
     """Remove NODE from the fleet. Its names become free one horizon later.
 
-    With --pulled-the-plug they are free at once. If the node still runs, its names are then served twice, so cut its
-    power first.
+    With --pulled-the-plug its names are free at once. If the node were still running, two nodes would then serve them,
+    so cut the node's power first.
     """
     if pulled_the_plug and not yes:
         click.confirm(f"If node {node} still runs, its names will be served twice. Is its power off?", abort=True)

@@ -56,7 +56,10 @@ EXIT_CANNOT_SERVE: Final = 1
 @click.option("--client-ca", type=FILE, help="A file with the CAs that sign tenants' certificates.")
 @click.option("--crl", type=FILE, help="A file with lists of revoked certificates, one for each CA in --client-ca.")
 @click.option(
-    "--operator", "operators", multiple=True, help="A tenant that may see the names of all tenants. Repeatable."
+    "--operator",
+    "operators",
+    multiple=True,
+    help="A tenant that may see the nodes and the names of all tenants. Repeatable.",
 )
 @click.option(
     "--tenant-of-certificate",
@@ -77,7 +80,7 @@ EXIT_CANNOT_SERVE: Final = 1
     "--http-host",
     "http_hosts",
     multiple=True,
-    help="An additional accepted name in Host, such as a proxy's. Repeatable.",
+    help="A further host name that requests may have in Host, such as a proxy's. Repeatable.",
 )
 def main(
     etcd: EtcdSettings,
@@ -92,7 +95,7 @@ def main(
     http_address: str | None,
     http_hosts: tuple[str, ...],
 ) -> None:
-    """Tell the tenants of a fleet which nodes have room. Run two to five directories for a fleet."""
+    """List nodes with room for the tenants of a fleet. Run two to five directories for a fleet."""
     try:
         # Step 1: check the whole command line before anything starts. A mistake ends the command with exit status 2.
         addresses = [parse_address(text) for text in listen]

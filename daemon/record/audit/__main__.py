@@ -52,7 +52,7 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Read audit logs: verify them, show their records, sum up each tenant's usage.
+    """Read audit logs: verify them, show their records, add up each tenant's usage.
 
     `gpulease audit recompute`, a command of the client, computes a decoder's output again and compares.
     """
@@ -94,7 +94,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
-    """Show records, oldest first. The exit status is 0 only if the files have nothing but records."""
+    """Show records, oldest first. The exit status is 0 only if every line of the files is a record."""
     # A first pass finds the full id, so that a prefix that two leases' ids share is an error.
     lease_id = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
