@@ -143,7 +143,7 @@ def _json_object(name: str, value: Any, _: bool) -> AnswerForm | None:
 def _regex(name: str, value: Any, _: bool) -> AnswerForm | None:
     if value is None:
         return None
-    if not _is_text(value):
+    if not is_unicode_text(value):
         raise invalid(f"{name} must be a regular expression, a string that is not empty", _top_level_name(name))
     return AnswerForm(name, regex=value)
 
@@ -151,7 +151,7 @@ def _regex(name: str, value: Any, _: bool) -> AnswerForm | None:
 def _choice(name: str, value: Any, _: bool) -> AnswerForm | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_FORM_CHOICES or not all(map(_is_text, value)):
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_FORM_CHOICES or not all(map(is_unicode_text, value)):
         raise invalid(
             f"{name} must be a list of 1 to {MAX_FORM_CHOICES} strings, none of them empty", _top_level_name(name)
         )
@@ -162,7 +162,7 @@ def _grammar(name: str, value: Any, _: bool) -> AnswerForm | None:
     # llama.cpp's clients send an empty grammar if they want none.
     if value is None or (value == "" and name == "grammar"):
         return None
-    if not _is_text(value):
+    if not is_unicode_text(value):
         raise invalid(f"{name} must be a grammar in EBNF or Lark, a string that is not empty", _top_level_name(name))
     return AnswerForm(name, grammar=value)
 
@@ -173,7 +173,7 @@ def _structural_tag(name: str, value: Any, _: bool) -> AnswerForm | None:
     return AnswerForm(name, tags=structural_tags(name, value, _top_level_name(name)))
 
 
-def _is_text(value: Any) -> bool:
+def is_unicode_text(value: Any) -> bool:
     """Return whether a value is a string that is not empty and has no lone surrogates, which JSON allows."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 

@@ -13,7 +13,7 @@ from gpulease.client.decode.decode_requests import (
     MAX_SALT_CHARACTERS,
     SamplingParameters,
 )
-from gpulease.client.decode.openai.answer_forms import AnswerForm, form_of
+from gpulease.client.decode.openai.answer_forms import AnswerForm, form_of, is_unicode_text
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
 from gpulease.client.decode.openai.tool_formats import NAME as TOOL_NAME
@@ -562,10 +562,9 @@ def _stops(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise invalid(f"stop must be a string or a list of at most {MAX_STOPS} strings", "stop")
     for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            raise invalid(
-                f"stop {quoted(stop)}; each must be a string of 1 to {MAX_STOP_CHARACTERS} characters", "stop"
-            )
+        if not is_unicode_text(stop) or len(stop) > MAX_STOP_CHARACTERS:
+            rule = f"each must be a string of 1 to {MAX_STOP_CHARACTERS} characters, without lone surrogates"
+            raise invalid(f"stop {quoted(stop)}; {rule}", "stop")
     return tuple(stops)
 
 

@@ -115,7 +115,14 @@ class PromptReader:
         return [plain, spaced] if is_other else [plain]
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special tokens."""
+        """Return the text of tokens, with the names of special tokens.
+
+        Raises RequestRejected for a token that the tokenizer's vocabulary does not have.
+        """
+        vocabulary = self._tokenizer.vocabulary
+        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise RequestRejected(f"tokens must be 0 to {vocabulary - 1}, not {outside}")
         return self._tokenizer.decode(tokens, has_special=True)
 
     def checked(self, tokens: Sequence[int], cut: Cut | None = None) -> list[int]:

@@ -131,6 +131,12 @@ class Tokenizer:
         Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode, and LibraryPanicked if a
         bug stops the library.
         """
+        # The library's own error for a lone surrogate names a type of the library's interface.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            reason = f"it has a lone surrogate at {error.start}, which is not a character"
+            raise RequestRejected(f"the text can't be cut into tokens: {reason}") from None
         with rejected(RequestRejected, "the text can't be cut into tokens"), panics_caught():
             tokens: list[int] = self.library.encode(text, add_special_tokens=False).ids
         # A text or template that already begins with the token must not get it twice.

@@ -140,6 +140,8 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ("stop", ["a"] * 17),
         ("stop", [""]),
         ("stop", "x" * 1025),
+        ("stop", "a\ud800"),
+        ("stop", ["a", "\udc00"]),
         ("temperature", -1),
         ("temperature", "hot"),
         ("temperature", 10**400),

@@ -86,6 +86,8 @@ def test_a_model_is_served_by_each_of_its_names(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [5] * 200}, "tokens"),
+        ("/detokenize", {"tokens": [5, 512]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [5], "token": 5}, "token"),
         ("/v1/responses", {"input": "a" * 5000}, "input"),
         ("/v1/responses", {"input": "a", "max_output_tokens": 500}, "input"),
