@@ -1,1 +1,1 @@
-"""Cluster schedulers: the daemon leases the memory that they grant, and proves it free before they grant it again."""
+"""Integrations of cluster schedulers. The memory of a job or pod is a lease, which is proved free at its end."""

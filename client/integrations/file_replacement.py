@@ -13,8 +13,8 @@ def replace_file(path: Path, data: bytes, mode: int, *, is_synced: bool = False)
         mode: Its permissions, whatever the umask.
         is_synced: Whether it must be on the disk when this returns.
     """
-    # Write a new file and rename it over the old one, so that readers get one of the two files in full. O_EXCL refuses
-    # a link that another user may have placed there.
+    # Write a new file and rename it over the old one, so that readers see one of the two files whole. O_EXCL fails on a
+    # link that another user may have placed there.
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -26,7 +26,7 @@ def replace_file(path: Path, data: bytes, mode: int, *, is_synced: bool = False)
         if is_synced:
             os.fsync(file.fileno())
     new.replace(path)
-    # The rename is on the disk only when the folder is.
+    # To make the rename durable, sync the folder.
     if is_synced:
         sync_folder(path.parent)
 

@@ -1,7 +1,8 @@
-"""A process that acts as another user: an integration runs as root, but a lease belongs to the user of its job or pod.
+"""Helpers for a process that acts as the user of a job or pod.
 
-The daemon identifies tenants by the peer credentials of their connections, so the request must come from a process of
-that user. The process returns a refusal to the integration as JSON, and the integration raises it.
+An integration runs as root, but the lease's tenant is the job's user. The daemon identifies tenants by peer
+credentials, so a process of that user makes the request. It returns an error to the integration as JSON, and the
+integration raises the error.
 """
 
 import os
@@ -12,11 +13,11 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import Failure, Status
 
 MAX_ERROR_CHARS: Final = 1024
-"""Maximum number of characters of an error that the process passes on, for the job's output or the pod's events."""
+"""Maximum characters of an error's text in the job's output or the pod's events."""
 
 
 class RefusedForUser(GpuLeaseError):
-    """The daemon refused a request that was made as the job's or the pod's user."""
+    """The daemon refused a request of the job's or pod's user."""
 
 
 def become(user: int, group: int, groups: Sequence[int]) -> None:

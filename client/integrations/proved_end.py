@@ -1,4 +1,4 @@
-"""Ends a lease of a cluster's job: frees it, then waits until its memory is proved free."""
+"""Frees a lease of a job or pod, and waits until its memory is proved free."""
 
 import time
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class NotProvedFree(GpuLeaseError):
 
 
 def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
-    """Return a lease's report, or only its state and cause if the daemon does not remember the lease."""
+    """Return a lease's report, with only `state` and `cause` if the daemon has forgotten the lease."""
     try:
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report)
     except NotFound:
-        # The daemon has no journal and was restarted. When it started, it ended all workers and checked the cards.
+        # A daemon without a journal was restarted. At its start it ended all workers and checked the cards.
         return {"state": "torndown", "cause": None}
     except Revoked:
         # The daemon remembers a revocation for longer than the lease itself.
@@ -40,9 +40,8 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
     Args:
         lease_id: The lease.
         address: The daemon's address.
-        limit_s: Longest wait in seconds.
-        on_message: Called with a message if the lease can't be freed, because it has ended already or takes long to
-            end.
+        limit_s: Maximum seconds to wait.
+        on_message: Called with a message if FREE fails, for example because the lease has already ended.
 
     Raises NotProvedFree after `limit_s`, or as soon as the lease is fenced, and Disconnected if no daemon answers.
     """
@@ -55,11 +54,11 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         except Disconnected:
             raise
         except GpuLeaseError as error:
-            # This is not fatal, because the lease may have ended by now. Its state, polled below, decides.
+            # The lease may have ended, which its state will show.
             on_message(f"freeing {lease_id}: {error}")
-    # Step 2: poll until the daemon reports "torndown", which it does only once every byte is proved free.
+    # Step 2: poll until the daemon reports "torndown", which means that every byte is proved free.
     while (state := report_of(lease_id, address)["state"]) != "torndown":
-        # A fenced lease needs an operator, so waiting longer is useless.
+        # A fenced lease stays fenced until an operator clears it, so do not wait longer.
         if state == "fenced" or time.monotonic() > until_s:
             raise NotProvedFree(f"the lease {lease_id} is {state}, its memory not proved free")
         time.sleep(_POLL_S)

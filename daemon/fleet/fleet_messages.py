@@ -85,10 +85,16 @@ Seconds = Annotated[float, decimal(0, MAX_SECONDS)]
 class FleetStart(Message):
     """The process's first message. The open files of etcd's certificates come with it.
 
-    Attributes: etcd: etcd's endpoints. files: The kind of each descriptor's file: "ca", "key" or "certificate". node:
-    The node's id. horizon_s: See FleetTerms. history_s: Age in seconds from which etcd's history is removed; 0 to
-    remove none. timeout_s: Maximum seconds for one request to etcd. incarnation: The create revision of the node's
-    record by the journal; 0 if the node is not a member. identity: The store that it joined. mark: Its last heartbeat.
+    Attributes:
+        etcd: etcd's endpoints.
+        files: The kind of each descriptor's file: "ca", "key" or "certificate".
+        node: The node's id.
+        horizon_s: See FleetTerms.
+        history_s: Age in seconds from which etcd's history is removed; 0 to remove none.
+        timeout_s: Maximum seconds for one request to etcd.
+        incarnation: The create revision of the node's record by the journal; 0 if the node is not a member.
+        identity: The store that it joined.
+        mark: Its last heartbeat.
     """
 
     OP: ClassVar[str] = "start"

@@ -47,7 +47,8 @@ class NotSet(Exception):
 async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
     """Set a tenant's quota. Existing leases stay. Raises NotSet and NotDone.
 
-    Returns: The bytes that the tenant's leases use now.
+    Returns:
+        The bytes that the tenant's leases use now.
     """
     for _ in range(ATTEMPTS):
         # Step 1: read all shards. An unreadable shard is not overwritten, because it may contain leases.

@@ -24,8 +24,9 @@ TIMEOUT_S: Final = 60.0
 class CuInitResult:
     """The result of cuInit.
 
-    Attributes: number: The CUresult, 0 for success; None if there is no result. reason: Why there is no result; "" if
-    the library is missing.
+    Attributes:
+        number: The CUresult, 0 for success; None if there is no result.
+        reason: Why there is no result; "" if the library is missing.
     """
 
     number: int | None

@@ -37,11 +37,16 @@ POLL_ERRORS: Final = (CardsUnavailable, MemoryError, RuntimeError)
 class CardFacts:
     """A card as discovered.
 
-    Attributes: uuid: The card's UUID. index: The card's number among those that the daemon may use. name: The product's
-    name. capacity_bytes: The bytes for leases and their contexts, without the node's reserve. is_partition: Whether the
-    card is a MIG partition. found_bytes: The capacity without the operator's limit. unattributed_bytes: The used bytes
-    that belonged to no process when the card was first measured. slack_bytes: Maximum growth of other programs' bytes
-    that does not count as a leak. peers: UUIDs of the cards whose memory this card can read over NVLink.
+    Attributes:
+        uuid: The card's UUID.
+        index: The card's number among those that the daemon may use.
+        name: The product's name.
+        capacity_bytes: The bytes for leases and their contexts, without the node's reserve.
+        is_partition: Whether the card is a MIG partition.
+        found_bytes: The capacity without the operator's limit.
+        unattributed_bytes: The used bytes that belonged to no process when the card was first measured.
+        slack_bytes: Maximum growth of other programs' bytes that does not count as a leak.
+        peers: UUIDs of the cards whose memory this card can read over NVLink.
     """
 
     uuid: str

@@ -140,10 +140,13 @@ class CommitQueue(Generic[Item]):
 class CommitTarget(ABC, Generic[Item]):
     """The target of a `GroupCommitter`: a file or a database. Its methods run in the committer's thread.
 
-    Attributes: thread_name: Name of the committer's thread. work: A noun for one commit in messages: "a commit". doing:
-    The thread's work in log lines: "writing the journal". max_group: Maximum number of items in one commit. idle_s:
-    Time between two calls of `on_idle` while nothing is queued; None for no such calls. expected: Exceptions that a
-    broken disk causes. Any other exception is logged as a bug.
+    Attributes:
+        thread_name: Name of the committer's thread.
+        work: A noun for one commit in messages: "a commit".
+        doing: The thread's work in log lines: "writing the journal".
+        max_group: Maximum number of items in one commit.
+        idle_s: Time between two calls of `on_idle` while nothing is queued; None for no such calls.
+        expected: Exceptions that a broken disk causes. Any other exception is logged as a bug.
     """
 
     thread_name: ClassVar[str]

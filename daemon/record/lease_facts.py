@@ -86,14 +86,18 @@ Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested
 class FactRow:
     """The sources of a kind of fact, and the records, log events and counters that it leads to.
 
-    Attributes: sources: The types that `Fact.source` may have. is_answer: Whether it answers a request. Answers to the
-    daemon's own requests have no audit record, because the lease's other records say the same. logs: The log events;
-    the first is the usual one. A fact with an audit record is logged with the record's particulars. A fact without a
-    record, or with two log events, needs a method in `LeaseLog`. audit: The kind of its audit record; `projector` makes
-    the particulars. has_worker: Whether the lease then has a worker, whose process id is in the log line. counts: The
-    counters to which a lease's fact adds 1. A region's fact uses `of_regions`. counts_lives: Counters like `counts`,
-    only for leases that had been granted. of_regions: The counters to which a region's fact adds 1. lives_of_regions:
-    Counters like `of_regions`, only for regions that had been granted.
+    Attributes:
+        sources: The types that `Fact.source` may have.
+        is_answer: Whether it answers a request. Answers to the daemon's own requests have no audit record, because the
+            lease's other records say the same.
+        logs: The log events; the first is the usual one. A fact with an audit record is logged with the record's
+            particulars. A fact without a record, or with two log events, needs a method in `LeaseLog`.
+        audit: The kind of its audit record; `projector` makes the particulars.
+        has_worker: Whether the lease then has a worker, whose process id is in the log line.
+        counts: The counters to which a lease's fact adds 1. A region's fact uses `of_regions`.
+        counts_lives: Counters like `counts`, only for leases that had been granted.
+        of_regions: The counters to which a region's fact adds 1.
+        lives_of_regions: Counters like `of_regions`, only for regions that had been granted.
     """
 
     sources: tuple[type, ...]
@@ -299,8 +303,10 @@ class FactKind(Enum):
 class RequestKind(NamedTuple):
     """The names of an event that is a request.
 
-    Attributes: names_tenant: Whether the event has a field `tenant`. Operators' requests have none. operation: Its name
-    in audit records. opcode: The operation by which peers request it. Metrics use the opcode's name.
+    Attributes:
+        names_tenant: Whether the event has a field `tenant`. Operators' requests have none.
+        operation: Its name in audit records.
+        opcode: The operation by which peers request it. Metrics use the opcode's name.
     """
 
     names_tenant: bool
@@ -340,10 +346,14 @@ class ReceivedRequest(NamedTuple):
 class Times(NamedTuple):
     """The times of a lease's life so far, in monotonic nanoseconds; None for a step that has not happened.
 
-    Attributes: asked_ns: When it was requested. spawned_ns: When its worker was started; None again once the worker was
-    ready. granted_ns: When this daemon granted it; None for a lease of an earlier daemon. began_ns: When it was
-    granted, or when an earlier daemon created it. is_granted: Whether it was ever granted to its tenant. over_ns: From
-    when on its work was refused. cause: Why its work was refused.
+    Attributes:
+        asked_ns: When it was requested.
+        spawned_ns: When its worker was started; None again once the worker was ready.
+        granted_ns: When this daemon granted it; None for a lease of an earlier daemon.
+        began_ns: When it was granted, or when an earlier daemon created it.
+        is_granted: Whether it was ever granted to its tenant.
+        over_ns: From when on its work was refused.
+        cause: Why its work was refused.
     """
 
     asked_ns: int | None = None
@@ -361,11 +371,17 @@ NO_TIMES: Final = Times()
 class Fact(NamedTuple):
     """An event of a lease's life, with everything that an audit record, a log line or a counter needs.
 
-    Attributes: kind: What happened. now_ns: The monotonic time of the event. source: The event or effect that caused
-    the fact; its type is in the kind's row. lease_id: The lease's id; 0 for a fact about no lease. lease: The lease
-    after the event; None if it is unknown or not needed. request: The request that it answers. times: The times of the
-    lease's life, up to and including this fact. card: The GPU of a warm context. is_warm: Whether a placed lease took a
-    warm context. use: The card time that a lease had used when it ended or moved; None if unknown.
+    Attributes:
+        kind: What happened.
+        now_ns: The monotonic time of the event.
+        source: The event or effect that caused the fact; its type is in the kind's row.
+        lease_id: The lease's id; 0 for a fact about no lease.
+        lease: The lease after the event; None if it is unknown or not needed.
+        request: The request that it answers.
+        times: The times of the lease's life, up to and including this fact.
+        card: The GPU of a warm context.
+        is_warm: Whether a placed lease took a warm context.
+        use: The card time that a lease had used when it ended or moved; None if unknown.
     """
 
     kind: FactKind

@@ -71,9 +71,10 @@ class LeaseHistory:
 
     Request 0 is the daemon's own: no peer waits for its outcome.
 
-    Args: lookup: Returns a lease in its state after the event. lease_of_submit: Returns the lease of a submit by the
-    submit's number, 0 for any other number. use_of: Returns the card time that a lease has used so far; None if
-    unknown.
+    Args:
+        lookup: Returns a lease in its state after the event.
+        lease_of_submit: Returns the lease of a submit by the submit's number, 0 for any other number.
+        use_of: Returns the card time that a lease has used so far; None if unknown.
     """
 
     def __init__(

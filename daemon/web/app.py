@@ -114,7 +114,8 @@ class PageAccess:
     Args:
         token_digest: The SHA-256 of the operator's token; b"" if there is none.
 
-    Attributes: changes: Number of times that the token has changed.
+    Attributes:
+        changes: Number of times that the token has changed.
     """
 
     def __init__(self, token_digest: bytes) -> None:
@@ -253,8 +254,9 @@ class Site:
     async def _stream(self, changes: int, *, is_named: bool) -> AsyncIterator[bytes]:
         """Yield server-sent events (HTML, 9.2): `state` with each snapshot, and comments between snapshots.
 
-        Args: changes: `PageAccess.changes` when the request came. The stream ends when it changes. is_named: Whether
-        the request carried the operator's token.
+        Args:
+            changes: `PageAccess.changes` when the request came. The stream ends when it changes.
+            is_named: Whether the request carried the operator's token.
         """
         until_s = time.monotonic() + STREAM_S
         # The response's headers are sent with its first bytes, so send a comment before the broker answers.

@@ -11,9 +11,11 @@ from gpulease.protocol.time_units import NS_PER_S
 class FleetMembership(Message):
     """A node's membership in its fleet, as of the last heartbeat.
 
-    Attributes: node: The node's id. horizon_boot_ns: The membership deadline in nanoseconds of CLOCK_BOOTTIME. At the
-    deadline the node's named leases end, unless a heartbeat has moved it. 0 outside the fleet. fenced: How many times
-    the fleet has declared the node dead since the daemon's start.
+    Attributes:
+        node: The node's id.
+        horizon_boot_ns: The membership deadline in nanoseconds of CLOCK_BOOTTIME. At the deadline the node's named
+            leases end, unless a heartbeat has moved it. 0 outside the fleet.
+        fenced: How many times the fleet has declared the node dead since the daemon's start.
     """
 
     OP: ClassVar[str] = "membership"

@@ -79,9 +79,11 @@ def acting_methods(path: str) -> tuple[str, ...]:
 class Guard:
     """Refuses requests that no honest reader sends, and adds the security headers to every answer.
 
-    Args: app: The application behind the guard. hosts: The names and addresses of this server, without ports. others:
-    Those of `hosts` that belong to a proxy in front of the server, which gives the server another origin. setting: The
-    setting that adds names, for the text of refusals.
+    Args:
+        app: The application behind the guard.
+        hosts: The names and addresses of this server, without ports.
+        others: Those of `hosts` that belong to a proxy in front of the server, which gives the server another origin.
+        setting: The setting that adds names, for the text of refusals.
     """
 
     def __init__(

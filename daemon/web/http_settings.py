@@ -34,9 +34,11 @@ class BadToken(Exception):
 class HttpSettings:
     """The settings of the web page.
 
-    Attributes: address: The loopback address that serves the page. hosts: Further host names of the page, such as those
-    of a proxy in front of it. token_file: The file with the operator's token; None for no token. Only requests with the
-    token see tenants' names and lease ids, and may act.
+    Attributes:
+        address: The loopback address that serves the page.
+        hosts: Further host names of the page, such as those of a proxy in front of it.
+        token_file: The file with the operator's token; None for no token. Only requests with the token see tenants'
+            names and lease ids, and may act.
     """
 
     address: TcpAddress

@@ -43,10 +43,12 @@ _REGISTER: Final = re.compile(r"%rd\d+")
 def starting_early(ptx: bytes, unwritten: frozenset[int], *, permits_first: bool) -> bytes:
     """Return a kernel for compute capability 9.0 that a graph may start before the previous launch has ended.
 
-    Args: ptx: The kernel as compiled by Triton. unwritten: The indexes of the parameters whose memory no launch of a
-    graph writes. The kernel's first reads of this memory come before its wait. permits_first: Whether the next launch
-    may start as soon as this one's blocks have begun. Otherwise it starts later: after the last copy to shared memory,
-    or after the blocks' end if the kernel has no such copies.
+    Args:
+        ptx: The kernel as compiled by Triton.
+        unwritten: The indexes of the parameters whose memory no launch of a graph writes. The kernel's first reads of
+            this memory come before its wait.
+        permits_first: Whether the next launch may start as soon as this one's blocks have begun. Otherwise it starts
+            later: after the last copy to shared memory, or after the blocks' end if the kernel has no such copies.
     """
     lines = ptx.decode().replace(".target sm_80\n", ".target sm_90\n").split("\n")
     begin = lines.index("{") + 1

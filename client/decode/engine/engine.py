@@ -157,11 +157,15 @@ class _GuideArrays:
 class DecodeEngine:
     """A model on a lease, opened by `await DecodeEngine.open(...)`. `close` ends its session, but not the lease.
 
-    Attributes: lease: The engine's lease. session: The engine's session. limits: Maximum numbers of rows, sequences and
-    positions. max_steps: Maximum number of steps in progress: MAX_STEPS, or 1 in a session without shared memory.
-    ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None if that
-    step had no guidance. normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned
-    last; None if that step was not pooled.
+    Attributes:
+        lease: The engine's lease.
+        session: The engine's session.
+        limits: Maximum numbers of rows, sequences and positions.
+        max_steps: Maximum number of steps in progress: MAX_STEPS, or 1 in a session without shared memory.
+        ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None if
+            that step had no guidance.
+        normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
+            step was not pooled.
     """
 
     def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
@@ -204,9 +208,12 @@ class DecodeEngine:
     ) -> Self:
         """Open a session on the lease, load the model and the kernels, and record a graph for each number of rows.
 
-        Args: lease: The lease; the caller renews and frees it. checkpoint: The model (`open_model`). limits: Maximum
-        numbers of rows, sequences and positions. packed: Whether quantised weights stay packed if kernels can read them
-        packed. progress: Called with the number of bytes loaded so far and the total number.
+        Args:
+            lease: The lease; the caller renews and frees it.
+            checkpoint: The model (`open_model`).
+            limits: Maximum numbers of rows, sequences and positions.
+            packed: Whether quantised weights stay packed if kernels can read them packed.
+            progress: Called with the number of bytes loaded so far and the total number.
 
         Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the error that
         ended the lease. After an error nothing stays open.
@@ -409,13 +416,16 @@ class DecodeEngine:
     ) -> int:
         """Start a step after the steps in flight, and do not wait for it. Returns the step's number.
 
-        Args: rows: ROW records, `limits.max_rows` at most. `source` must be a row of the previous step that has a
-        result. pools: The pools of the rows' sequences. guidance: Changes logits, restricts tokens or requests the
-        likeliest tokens. Rows without a guide are not affected. prefixes: For each sequence that begins with blocks
-        that earlier steps computed: its row of the block tables, and the numbers of these blocks. The step itself adds
-        only the entries of its rows' positions. chosen: The rows that must have results, or None for all rows. Other
-        rows' results may be unset, which saves time. With guidance, all rows have results. is_pooled: Whether `finish`
-        sets `normed`.
+        Args:
+            rows: ROW records, `limits.max_rows` at most. `source` must be a row of the previous step that has a result.
+            pools: The pools of the rows' sequences.
+            guidance: Changes logits, restricts tokens or requests the likeliest tokens. Rows without a guide are not
+                affected.
+            prefixes: For each sequence that begins with blocks that earlier steps computed: its row of the block
+                tables, and the numbers of these blocks. The step itself adds only the entries of its rows' positions.
+            chosen: The rows that must have results, or None for all rows. Other rows' results may be unset, which saves
+                time. With guidance, all rows have results.
+            is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
         NoModelLoaded after `close`, or the error that ended the session. After an error this step is not in flight, but

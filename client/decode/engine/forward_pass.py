@@ -165,9 +165,11 @@ def head_rows_of(chosen: int, rows: int) -> int | None:
 class StepKind(NamedTuple):
     """The properties of a step that decide, together with its number of rows, which kernels it runs.
 
-    Attributes: is_guided: Whether the step also reads `guides`. has_prompts: Whether adjacent rows may belong to one
-    sequence. head_rows: How many rows, from the first on, get logits and a token; None for all. is_cut: Whether the
-    attention of long sequences is cut into spans. If it is true, `has_prompts` is true.
+    Attributes:
+        is_guided: Whether the step also reads `guides`.
+        has_prompts: Whether adjacent rows may belong to one sequence.
+        head_rows: How many rows, from the first on, get logits and a token; None for all.
+        is_cut: Whether the attention of long sequences is cut into spans. If it is true, `has_prompts` is true.
     """
 
     is_guided: bool = False
@@ -217,9 +219,10 @@ class StepLimits:
 class UnevenTiles:
     """Decides whether a step's attention is cut into spans, for a model and its buffers.
 
-    Attributes: tile_rows: Maximum number of rows of a tile of a prompt. share: Maximum fraction of all tiles' positions
-    that the longest tile may have in a step without spans. max_parts: Number of parts, one per row and split, for which
-    a step has room.
+    Attributes:
+        tile_rows: Maximum number of rows of a tile of a prompt.
+        share: Maximum fraction of all tiles' positions that the longest tile may have in a step without spans.
+        max_parts: Number of parts, one per row and split, for which a step has room.
     """
 
     tile_rows: int

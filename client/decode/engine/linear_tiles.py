@@ -45,8 +45,12 @@ def target_of(driver: str, compute_capability: int) -> str:
 def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> str:
     """Return the name of the kernel that computes `function` fastest.
 
-    Args: function: `linear_bf16`, `linear_silu_bf16` and so on. target: The card's architecture, SM_80 or SM_90A. rows:
-    Rows of the step. columns: Columns of the result. parts: Number of parts of the result's sums.
+    Args:
+        function: `linear_bf16`, `linear_silu_bf16` and so on.
+        target: The card's architecture, SM_80 or SM_90A.
+        rows: Rows of the step.
+        columns: Columns of the result.
+        parts: Number of parts of the result's sums.
     """
     smallest, *others = tiles_of(function, SM_80)
     target_tiles = tiles_of(function, target) if target != SM_80 else []

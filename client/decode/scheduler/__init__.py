@@ -1,1 +1,1 @@
-"""Decides what each step computes, from events and the time. It reads no clock and does no I/O."""
+"""Decides what each step computes, from events and the time. No clock, no I/O."""

@@ -3,7 +3,7 @@
 from typing import Final
 
 ROUNDING_S: Final = 1e-6
-"""Seconds by which a permit may be given early, because sums of floats may fall short of the reported delay."""
+"""Seconds by which a permit may be early, because of the rounding of floats."""
 
 
 class CellRate:
@@ -15,8 +15,8 @@ class CellRate:
 
     def delay_s(self, now: float) -> float:
         """Return the seconds until the next permit; 0 if there is one now."""
-        # `_expected_at` is the theoretical arrival time of I.371: when the next permit would be due at the steady rate.
-        # A permit may come earlier than that by the burst's slack.
+        # `_expected_at` is I.371's theoretical arrival time: when the next permit is due at the steady rate. A burst
+        # may be earlier than that by `_slack_s`.
         delay_s = self._expected_at - self._slack_s - now
         return delay_s if delay_s > ROUNDING_S else 0.0
 
@@ -24,6 +24,6 @@ class CellRate:
         """Take a permit and return 0. If there is none, take nothing and return the seconds until the next one."""
         delay_s = self.delay_s(now)
         if not delay_s:
-            # After a pause the schedule restarts at `now`, so unused time earns no more than the burst.
+            # After a pause the schedule restarts at `now`, so a pause permits no more than a burst.
             self._expected_at = max(self._expected_at, now) + self._interval_s
         return delay_s

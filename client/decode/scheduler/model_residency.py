@@ -1,6 +1,6 @@
-"""Decides which of a decode server's models have their memory on the card, and which requests wait. No I/O.
+"""Decides which of a decode server's models are on the card, and which requests wait. No I/O.
 
-It turns events and the time into effects. The pool (`model_pool`) carries out the effects and reports how they ended.
+Events and the time go in, effects come out. The pool (`model_pool`) executes the effects and reports their results.
 
     unloaded --Load--> loading --> loaded --Park--> parking --> parked --Return--> returning --> loaded
         ^                 |          |                            |
@@ -9,15 +9,14 @@ It turns events and the time into effects. The pool (`model_pool`) carries out t
 
 The rules:
 
-1. The memory of all models that are loaded, or being moved to or from the card, never exceeds `card_bytes`. The memory
-   of all models that are parked, or being moved to or from the host's memory, never exceeds `parked_bytes`.
+1. Models that are loaded, or on their way to or from the card, have at most `card_bytes` together. Models that are
+   parked, or on their way to or from the host's memory, have at most `parked_bytes`.
 2. A model that a request uses is never parked or unloaded.
-3. Models get room in the order in which their first waiting requests came. No model overtakes the first one.
-4. To make room, the model that was used least recently leaves, but no model leaves within `min_stay_s` of its arrival.
-   If all models that may leave are in use, the one that has been on the card for the longest time yields: its new
-   requests wait until the requests that use it have ended and it has left. So no model waits longer than another
-   model's minimum stay plus that model's longest request.
-5. After a failed load, a model is loaded again only for a request that comes after `retry_at`.
+3. Models get room in the order in which their first waiting requests came.
+4. To make room, the model that was used least recently leaves. A model stays on the card for at least `min_stay_s`. If
+   all models that may leave are in use, the one that has been on the card for the longest time yields: its new requests
+   wait until it has left. So no model waits longer than another model's minimum stay plus that model's longest request.
+5. After a failed load, only a request that comes after `retry_at` loads the model again.
 """
 
 from collections import deque
@@ -32,8 +31,8 @@ from gpulease.protocol.back_off import back_off_s
 
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
-"""Longest back-off after failed loads, in seconds; each failure doubles the back-off. Without it, a model with broken
-files would be read again for every request, and would evict other models each time.
+"""Maximum back-off after failed loads in seconds. Each failure doubles the back-off. Without one, every request for a
+model with broken files would read the files again, and evict other models.
 """
 
 
@@ -62,7 +61,7 @@ class ModelTerms:
         size_bytes: Bytes of its lease.
         is_parkable: Whether its lease can be parked.
         is_preloaded: Whether it is loaded without a request.
-        version: A value that changes with any other setting of the model, so that a reload loads the model again.
+        version: A value that differs if any other setting of the model differs. Then a reload loads the model again.
     """
 
     size_bytes: int
@@ -71,7 +70,7 @@ class ModelTerms:
     version: object = None
 
     def is_same_engine(self, other: "ModelTerms") -> bool:
-        """Return whether a model loaded under `other` can serve under these terms without another load."""
+        """Return whether a model that was loaded under `other` can serve under these terms."""
         own = self.size_bytes, self.is_parkable, self.version
         return own == (other.size_bytes, other.is_parkable, other.version)
 
@@ -82,9 +81,9 @@ class ResidencyLimits:
 
     Attributes:
         card_bytes: Maximum memory of models on the card.
-        parked_bytes: Maximum host memory of parked models; if 0, models are unloaded instead of parked.
-        min_stay_s: Seconds for which a model stays on the card after its load or return.
-        idle_s: Seconds after its last request when an unused model is parked; None to park only when room is needed.
+        parked_bytes: Maximum host memory of parked models in bytes; 0 to unload models instead of parking them.
+        min_stay_s: Minimum seconds for which a model stays on the card after its load or return.
+        idle_s: Seconds after its last request until an unused model is parked; None to park only if room is needed.
         max_waiting: Maximum number of requests that wait for one model.
     """
 
@@ -107,7 +106,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Bring a parked model's memory back. Answer with `returned` or `return_failed`."""
+    """Bring a parked model's memory back to the card. Answer with `returned` or `return_failed`."""
 
     model: str
 
@@ -141,7 +140,7 @@ class Refuse:
         ticket: The request.
         reason: Why.
         detail: Why the model's load failed; "" for other reasons.
-        retry_after_s: Seconds after which it may be sent again; None if unknown.
+        retry_after_s: Seconds after which the request may be sent again; None if unknown.
     """
 
     ticket: int
@@ -170,21 +169,21 @@ class ResidentModel:
         state: The state of its memory.
         waiting: Requests that wait for it, in the order in which they came.
         in_use: Requests that use it.
-        is_wanted: Whether it is loaded even without a request: it is preloaded, or a request has waited too long for
-            it.
-        yields: Whether new requests wait, so that it can leave.
+        is_wanted: Whether it is loaded without a request, because it is preloaded or because a request has waited too
+            long for it.
+        yields: Whether its new requests wait until it has left the card.
         since: Time at which it came onto the card, in monotonic seconds.
         used_at: Time at which it was used last, in monotonic seconds.
-        order: Its place in the order of demands, if it `is_wanted`.
+        order: Its place in the order in which models get room, if it `is_wanted`.
         failures: Failed loads in a row.
-        retry_at: Time from which a request may load it again.
+        retry_at: When a request may load it again, in monotonic seconds.
         reason: Why it failed; "" if it did not fail.
-        can_park: Whether it may be parked: parking has not failed since its load.
+        can_park: Whether it may be parked. False after a failed park, until its next load.
         leaves_card: In state UNLOADING, whether its memory was on the card.
-        awaits_room: Whether its load was refused for lack of room, which unloading a parked model may provide.
-        next_terms: Terms from a reload, which apply once it is unloaded.
-        is_removed: Whether a reload removed it: it is unloaded after its last request.
-        is_ended: Whether it is being unloaded because of a fault; its next state is FAILED.
+        awaits_room: Whether its load failed for lack of room, and a parked model is being unloaded for it.
+        next_terms: Terms from a reload, which apply when it is unloaded; None without a reload.
+        is_removed: Whether a reload removed it. It is then unloaded after its last request.
+        is_ended: Whether it is being unloaded because of a fault, after which its state is FAILED.
     """
 
     name: str
@@ -209,13 +208,13 @@ class ResidentModel:
 
     @property
     def card_bytes(self) -> int:
-        """Its bytes that are on the card, or being moved to or from the card."""
+        """Its bytes on the card or on their way to or from the card."""
         is_leaving = self.state is ModelState.UNLOADING and self.leaves_card
         return self.terms.size_bytes if self.state in _ON_CARD or is_leaving else 0
 
     @property
     def host_bytes(self) -> int:
-        """Its bytes that are parked, or being moved to or from the host's memory."""
+        """Its bytes that are parked, or on their way to or from the host's memory."""
         is_leaving = self.state is ModelState.UNLOADING and not self.leaves_card
         return self.terms.size_bytes if self.state in _IN_HOST or is_leaving else 0
 
@@ -226,19 +225,19 @@ class ResidentModel:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are admitted at once: it is loaded, and need not make room for another model."""
+        """Whether requests are admitted at once: it is loaded and does not yield."""
         return self.state is ModelState.LOADED and not self.yields and not self.is_going
 
 
 class ModelResidency:
-    """The decisions. Each event returns the effects to carry out, in order.
+    """The state of all models. Each method is an event, and returns the effects to execute, in order.
 
     Attributes:
         models: The models by name. Only this class changes them.
     """
 
     def __init__(self, limits: ResidencyLimits, models: Mapping[str, ModelTerms]) -> None:
-        """Prepare; `start` returns the first effects. Raises ValueError for a model that is larger than the card."""
+        """Begin with all models unloaded; see `start`. Raises ValueError for a model that is larger than the card."""
         self._limits = limits
         self.models: dict[str, ResidentModel] = {}
         self._parks = limits.parked_bytes > 0
@@ -250,24 +249,24 @@ class ModelResidency:
 
     @property
     def card_bytes(self) -> int:
-        """Bytes of models that are on the card, or being moved to or from the card."""
+        """Bytes of models on the card or on their way to or from the card."""
         return sum(model.card_bytes for model in self.models.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of models that are parked, or being moved to or from the host's memory."""
+        """Bytes of models that are parked, or on their way to or from the host's memory."""
         return sum(model.host_bytes for model in self.models.values())
 
     # --- requests ---
 
     def request(self, ticket: int, model: str, now: float, deadline_s: float) -> list[Effect]:
-        """Process a new request. It is admitted or refused by an effect, now or later.
+        """Process a new request. An effect admits or refuses it, now or later.
 
         Args:
             ticket: Its number, used once.
             model: The model's name.
             now: Monotonic seconds.
-            deadline_s: The time at which it is refused if it still waits, by the same clock as `now`.
+            deadline_s: When it is refused if it still waits, by the clock of `now`.
         """
         resident = self.models.get(model)
         if resident is None or resident.is_removed:
@@ -287,7 +286,7 @@ class ModelResidency:
         return self._advance(now)
 
     def release(self, ticket: int, now: float) -> list[Effect]:
-        """Process the end of a request, whether it used its model or waited. Does nothing if it was refused."""
+        """Process the end of a request that uses its model or waits. Does nothing for a refused request."""
         resident = self.models.get(self._tickets.pop(ticket, ""))
         if resident is None:
             return []
@@ -318,17 +317,17 @@ class ModelResidency:
         """
         resident = self.models[model]
         resident.state = ModelState.UNLOADED
-        # The daemon may count parked leases against its card (`overcommit`).
+        # Depending on its `overcommit`, the daemon counts parked leases against the card.
         parked = self._parked()
         if is_for_room and parked and self._is_demanded(resident):
             resident.awaits_room = True
-            # Apply a reload that came during the load: while it is pending, nothing would load the model.
+            # Apply a reload that came during the load, because a model with a pending reload is not loaded.
             self._apply_next_terms(resident)
             return [self._unload(parked[0]), *self._advance(now)]
         return [*self._fail(resident, reason, now), *self._advance(now)]
 
     def returned(self, model: str, now: float) -> list[Effect]:
-        """Process the end of a return: a parked model's memory is back on the card."""
+        """Process a return: a parked model's memory is back on the card."""
         if (resident := self._in(model, ModelState.RETURNING)) is not None:
             self._arrive(resident, now)
         return self._advance(now)
@@ -340,18 +339,18 @@ class ModelResidency:
         return [self._unload(resident, leaves_card=True), *self._advance(now)]
 
     def parked(self, model: str, now: float) -> list[Effect]:
-        """Process the end of a park: a model's memory has left the card, so another model can have its room."""
+        """Process a park: a model's memory has left the card, so another model can have the room."""
         if (resident := self._in(model, ModelState.PARKING)) is not None:
             resident.state = ModelState.PARKED
         return self._advance(now)
 
     def park_failed(self, model: str, now: float, *, is_for_good: bool) -> list[Effect]:
-        """Process a failed park: the model's memory is still on the card.
+        """Process a failed park, after which the model's memory is still on the card.
 
         Args:
             model: The model.
             now: Monotonic seconds.
-            is_for_good: Whether the node can't park any lease. From then on models are unloaded instead.
+            is_for_good: Whether the node can't park leases at all. From then on models are unloaded instead.
         """
         if (resident := self._in(model, ModelState.PARKING)) is not None:
             resident.state, resident.can_park = ModelState.LOADED, False
@@ -360,7 +359,7 @@ class ModelResidency:
         return self._advance(now)
 
     def unloaded(self, model: str, now: float) -> list[Effect]:
-        """Process the end of an unload: a model is closed and its lease is freed."""
+        """Process an unload: a model is closed and its lease is freed."""
         resident = self.models[model]
         resident.state = ModelState.UNLOADED
         if resident.is_ended:
@@ -373,7 +372,7 @@ class ModelResidency:
         return self._advance(now)
 
     def ended(self, model: str, reason: str, now: float) -> list[Effect]:
-        """Process a fault that ended a loaded model: close the model as if its load had failed."""
+        """Process a fault that ended a loaded model. The model is closed, as after a failed load."""
         resident = self.models[model]
         if not resident.card_bytes + resident.host_bytes or resident.state in (
             ModelState.LOADING,
@@ -387,9 +386,9 @@ class ModelResidency:
         return [self._unload(resident, leaves_card=resident.state is not ModelState.PARKED), *self._advance(now)]
 
     def engine_reopened(self, model: str, now: float) -> list[Effect]:
-        """Unload a parked model that is back on the card: its lease was lost, and its decoder has opened another one.
+        """Process a parked model that is back on the card because its decoder has opened another lease.
 
-        Until it is unloaded, models may have more memory on the card than the limit `card_bytes`.
+        The model is unloaded. Until then, models may have more than `card_bytes` on the card.
         """
         if (resident := self._in(model, ModelState.PARKED)) is None:
             return []
@@ -404,8 +403,8 @@ class ModelResidency:
     def change(self, models: Mapping[str, ModelTerms], now: float) -> list[Effect]:
         """Serve these models from now on.
 
-        New models are added. Models that the new list leaves out are unloaded when no request uses them, and their
-        waiting requests are refused. Models with other terms are loaded again, and their requests wait for that. Raises
+        New models are added. Models that are not in `models` are unloaded when no request uses them, and their waiting
+        requests are refused. Models with other terms are loaded again, and their requests wait for the load. Raises
         ValueError, and changes nothing, if a model is larger than the card.
         """
         self._check(models)
@@ -422,7 +421,7 @@ class ModelResidency:
             resident.next_terms = None if terms.is_same_engine(resident.terms) else terms
             if resident.state in (ModelState.UNLOADED, ModelState.FAILED):
                 if resident.next_terms is not None:
-                    # The new settings may have fixed it, so let the next request load it at once.
+                    # The new settings may have corrected the fault, so the next request may load the model at once.
                     resident.state, resident.reason, resident.failures = ModelState.UNLOADED, "", 0
                 resident.terms, resident.next_terms = terms, None
         self._add({name: terms for name, terms in models.items() if name not in self.models})
@@ -444,7 +443,7 @@ class ModelResidency:
         return self._advance(now)
 
     def next_deadline_s(self, now: float) -> float | None:
-        """Return when `tick` may have work, in monotonic seconds; None if only another event can change anything."""
+        """Return when to call `tick`, in monotonic seconds; None if only another event can change anything."""
         times = [waiter.deadline_s for model in self.models.values() for waiter in model.waiting]
         is_blocked = self._head() is not None
         for model in self.models.values():
@@ -466,7 +465,7 @@ class ModelResidency:
             # Unload models that a reload removed or changed as soon as no request uses them.
             if model.is_going and not model.in_use and model.state in (ModelState.LOADED, ModelState.PARKED):
                 effects.append(self._unload(model))
-        # Make room for the first model that waits, then for the next one, until one has to wait.
+        # Make room for the waiting models in order, until one has to wait.
         while (head := self._head()) is not None and self._make_room(head, now, effects):
             pass
         for model in self.models.values():
@@ -502,13 +501,13 @@ class ModelResidency:
         ]
         # First evict models that no request uses, the least recently used first.
         for model in sorted(loaded, key=lambda model: model.used_at):
-            # A loaded model with waiting requests is not idle: its requests are admitted first.
+            # Loaded models with waiting requests are not evicted.
             if coming >= size:
                 break
             if not model.in_use and not model.waiting:
                 coming += model.terms.size_bytes
                 self._evict(model, effects)
-        # Then make models in use yield, the one that has been on the card for the longest time first.
+        # If that is not enough, make models in use yield, those that have been on the card for the longest time first.
         for model in sorted(loaded, key=lambda model: model.since):
             if coming >= size:
                 break
@@ -517,12 +516,12 @@ class ModelResidency:
             coming += model.terms.size_bytes
             model.yields = True
             if not model.in_use:
-                # Only requests that came while it yielded are left, and they wait for their turn.
+                # No request uses it any more. Those that came while it yielded wait.
                 self._evict(model, effects)
         return False
 
     def _evict(self, model: ResidentModel, effects: list[Effect]) -> None:
-        """Park an unused model, if necessary after unloading older parked models; if it can't be parked, unload it."""
+        """Park an unused model, or unload it if it can't be parked. May first unload parked models."""
         size = model.terms.size_bytes
         if self._may_park(model):
             free = self._limits.parked_bytes - self.host_bytes
@@ -531,7 +530,7 @@ class ModelResidency:
                 effects.append(Park(model.name))
                 return
             free += sum(other.host_bytes for other in self.models.values() if other.state is ModelState.UNLOADING)
-            # First unload parked models that were used less recently; then this model can leave the card.
+            # Unload parked models that were used less recently. This model is parked when they have left.
             older = deque(other for other in self._parked() if other.used_at <= model.used_at)
             if free + sum(other.terms.size_bytes for other in older) >= size:
                 while free < size:
@@ -549,9 +548,9 @@ class ModelResidency:
                 yield Park(model.name)
 
     def _may_park_idle(self, model: ResidentModel) -> bool:
-        # Don't park anything while the pool is stopping, because it closes the models.
+        # While the pool is stopping, it closes the models, so none is parked.
         is_idle = model.is_open and not model.in_use and not model.waiting and not self._is_stopping
-        # Park idle models only into free memory, because no model needs their place on the card.
+        # An idle model does not displace a parked one, because no model needs its room on the card.
         has_room = self._limits.parked_bytes - self.host_bytes >= model.terms.size_bytes
         return is_idle and has_room and self._may_park(model)
 
@@ -577,7 +576,7 @@ class ModelResidency:
         return min(candidates, key=_order_of, default=None)
 
     def _in(self, model: str, state: ModelState) -> ResidentModel | None:
-        """Return a model if it is in this state; otherwise None: the report about it came too late."""
+        """Return a model if it is in this state. Returns None for a report that came too late."""
         resident = self.models.get(model)
         return resident if resident is not None and resident.state is state else None
 
@@ -619,11 +618,11 @@ class ModelResidency:
     def _expire(self, now: float) -> Iterator[Effect]:
         for model in self.models.values():
             late = [waiter for waiter in model.waiting if waiter.deadline_s <= now]
-            # Admit a late request of a loaded model rather than refuse it.
+            # A late request of a loaded model is admitted.
             if not late or model.is_open:
                 continue
-            # The model keeps its place in the order, because the caller will ask again. Otherwise a model that is
-            # requested with short waits would never be loaded.
+            # The model keeps its place in the order. Otherwise a model whose requests have short deadlines would never
+            # be loaded.
             model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
             model.is_wanted = not self._is_stopping
             model.waiting = deque(waiter for waiter in model.waiting if waiter.deadline_s > now)

@@ -1,15 +1,16 @@
-"""The blocks of one tenant's region: free blocks, blocks in use, and blocks that keep a prefix for later sequences.
+"""The blocks of one tenant's region: free blocks, blocks in use, and cached blocks for later sequences.
 
-A full block of keys and values depends on its own tokens and on all tokens before it. Its key identifies these tokens:
-it is the hash of the previous block's key and of the block's own tokens. The chain of keys begins with the region's
-generation. So equal keys mean equal contents, bit for bit, and no key of a lost region is ever found again.
+The keys and values in a full block depend on the block's tokens and on all tokens before them. The block's key
+identifies these tokens: it is the hash of the previous block's key and of the block's own tokens. The chain of keys
+begins with the region's generation. So blocks with equal keys have the same bits, and keys of a lost region match no
+block.
 
-Blocks that no sequence uses keep their contents until their place is needed. Then the least recently used is freed
-first. Only full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The
-last, partly filled block of a prefix is computed again by each sequence: at most PAGE rows.
+A full block that no sequence uses stays cached until its place is needed. The least recently used block is freed first.
+Sequences share only full blocks, into which no row writes again. Each sequence computes the last block of a prefix
+again if it is not full.
 
-Blocks of the operator's shared prefixes are in other regions, which no tenant's rows write. Their numbers follow those
-of the region's own blocks: block `size + i` is block i of the one shared prefix that the sequence uses.
+Blocks of the operator's shared prefixes are in other regions. Their numbers follow those of the region's own blocks:
+block `size + i` is block i of the shared prefix that the sequence uses.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from typing import Final
 from gpulease.client.decode.row_records import PAGE
 
 KEY_BYTES: Final = 16
-"""Length of a key in bytes. A region has only one tenant's tokens, and a collision would need 2^64 blocks."""
+"""Bytes of a key. A collision is likely only among 2^64 blocks, and would concern only one tenant's tokens."""
 
 _TOKENS: Final = Struct(f"<{PAGE}i")
 
@@ -31,7 +32,7 @@ class RegionBlocks:
 
     Attributes:
         size: The number of blocks.
-        evictions: How many cached blocks were freed because other sequences needed them.
+        evictions: Number of cached blocks that were freed because sequences needed their place.
     """
 
     def __init__(self, size: int, generation: int = 0) -> None:
@@ -39,7 +40,7 @@ class RegionBlocks:
         self.size = size
         self.evictions = 0
         self._root = generation.to_bytes(KEY_BYTES, "big")
-        # Keep descending order, so that `pop` returns the lowest block first.
+        # In descending order, so that `pop` returns the lowest block.
         self._free = list(range(size - 1, -1, -1))
         self._references = [0] * size
         # The published blocks by key, and their keys by block.
@@ -47,17 +48,16 @@ class RegionBlocks:
         self._keys: dict[int, bytes] = {}
         # Published blocks without a reference, the least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # By key, the writer that is computing the block, so that others wait for the block instead of computing it as
-        # well.
+        # The writer that is computing a block, by key. Other sequences wait for the block.
         self._writers: dict[bytes, object] = {}
-        # By key, the shared prefixes that have the block.
+        # The shared prefixes that have a block, by key.
         self._shared: dict[bytes, list[str]] = {}
 
     # --- counts ---
 
     @property
     def available(self) -> int:
-        """The number of blocks that `take` can give: free and cached blocks."""
+        """The number of blocks that `take` can return: free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -66,7 +66,7 @@ class RegionBlocks:
 
     @property
     def cached(self) -> int:
-        """The number of blocks that keep a prefix and that no sequence uses."""
+        """The number of cached blocks, which no sequence uses."""
         return len(self._cached)
 
     # --- keys ---
@@ -78,8 +78,8 @@ class RegionBlocks:
         """
         parent = keys[-1] if keys else self._root
         if salt and not keys:
-            # JSON strings may have unpaired surrogates. `person` makes a salt's hash differ from the hash of a block
-            # with the same bytes.
+            # A salt is a JSON string and may have unpaired surrogates. With `person`, a salt's hash differs from that
+            # of a block with the same bytes.
             hashed = parent + salt.encode(errors="surrogatepass")
             parent = blake2b(hashed, digest_size=KEY_BYTES, person=b"salt").digest()
         for index in range(len(keys), count):
@@ -88,7 +88,7 @@ class RegionBlocks:
             keys.append(parent)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many keys, from the first on, have a published block, and how many of these blocks are unused."""
+        """Return how many keys, from the first on, have a published block, and how many of these are only cached."""
         count = reusable = 0
         for key in keys:
             block = self._blocks.get(key)
@@ -99,13 +99,12 @@ class RegionBlocks:
         return count, reusable
 
     def find_shared(self, keys: Sequence[bytes]) -> tuple[str, int]:
-        """Return the shared prefix that has blocks for most of these keys, counted from the first on, and their number.
+        """Return the shared prefix with the most of these keys, from the first on, and their number.
 
-        Returns ("", 0) if no prefix has the first one.
+        Returns ("", 0) if no prefix has the first key.
         """
         name, count = "", 0
-        # A key depends on all tokens up to its block's end, so a prefix that has the last of these blocks has all of
-        # them.
+        # A key depends on all tokens before it, so a prefix that has one key also has all earlier ones.
         for key in keys:
             if (names := self._shared.get(key)) is None:
                 break
@@ -120,7 +119,7 @@ class RegionBlocks:
             self._shared.setdefault(key, []).append(name)
 
     def detach(self, name: str) -> None:
-        """Let no further sequence use the blocks of a shared prefix."""
+        """Do not let further sequences use the blocks of a shared prefix."""
         others = {key: [other for other in names if other != name] for key, names in self._shared.items()}
         self._shared = {key: names for key, names in others.items() if names}
 
@@ -131,7 +130,7 @@ class RegionBlocks:
         if self._free:
             block = self._free.pop()
         elif self._cached:
-            # Free the cached block that has been unused for the longest time.
+            # Free the cached block that was released first.
             block, _ = self._cached.popitem(last=False)
             del self._blocks[self._keys.pop(block)]
             self.evictions += 1
@@ -150,7 +149,7 @@ class RegionBlocks:
         return block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference from each block. Blocks that come later in `blocks` are evicted later."""
+        """Remove one reference from each block. Cached blocks are evicted in the order of `blocks`."""
         for block in blocks:
             if block >= self.size:
                 continue  # Blocks of shared prefixes have no reference counts.
@@ -162,14 +161,14 @@ class RegionBlocks:
                     self._free.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find a computed block. If two blocks have the same key, a search finds the first."""
+        """Let other sequences find a computed block. Of two blocks with the same key, they find the first."""
         self._writers.pop(key, None)
         if key not in self._blocks:
             self._blocks[key] = block
             self._keys[block] = key
 
     def forget(self) -> None:
-        """Free all blocks that no sequence uses, because their contents are about to be lost."""
+        """Free all cached blocks, because their contents are about to be lost."""
         for block in self._cached:
             del self._blocks[self._keys.pop(block)]
             self._free.append(block)
@@ -178,7 +177,7 @@ class RegionBlocks:
     # --- blocks that are being computed ---
 
     def claim(self, writer: object, keys: Sequence[bytes]) -> bool:
-        """Announce that `writer` computes the blocks with these keys.
+        """Note that `writer` computes the blocks with these keys.
 
         Returns False, and changes nothing, if another writer is computing the first of them.
         """
@@ -189,7 +188,7 @@ class RegionBlocks:
         return first is None or first is writer
 
     def withdraw(self, writer: object, keys: Iterable[bytes]) -> None:
-        """Forget the blocks that `writer` announced and did not publish."""
+        """Remove the claims of `writer` to blocks that it did not publish."""
         for key in keys:
             if self._writers.get(key) is writer:
                 del self._writers[key]

@@ -1,8 +1,8 @@
-"""The scheduler of continuous batches: it decides from events and the time. No I/O, no clock, no randomness.
+"""The scheduler of continuous batches. It decides from events and the time. No I/O, no clock, no randomness.
 
-A harness drives it: `plan` returns the rows of the next step, and the harness answers the step by calling `completed`
-or `failed`. One step of run-ahead is possible: a step may be planned before the previous one is answered.
-Times are monotonic seconds, of any origin.
+The caller, here called the harness, computes the steps: `plan` returns the rows of the next step, and the harness
+answers the step with `completed` or `failed`. A step may be planned before the previous one is answered. Times are
+monotonic seconds.
 """
 
 from collections import Counter, deque
@@ -43,14 +43,14 @@ from gpulease.client.decode.scheduler.tenant_state import (
 )
 
 MAX_UNANSWERED_STEPS: Final = 2
-"""Maximum number of steps that are planned and not answered: a third would need tokens that are not yet computed."""
+"""Maximum number of planned steps without an answer. A third one would need tokens of a step that has not begun."""
 
 PREFILL_GRAIN: Final = PAGE
 """Number of rows of prompts that one tenant gets before the next tenant's turn."""
 
 MAX_PREEMPTIONS: Final = 2
-"""Maximum number of times that one request may be preempted. Without a limit, a stream of heavier tenants' requests
-could keep it from ever finishing."""
+"""Maximum number of times that one request may be preempted. Without a limit, requests of tenants with higher weights
+could prevent its end."""
 
 _ONE: Final = np.array(1)
 """An array, because numpy adds an array in half the time of a Python number."""
@@ -58,27 +58,28 @@ _ONE: Final = np.array(1)
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """The engine's limits. Raises ValueError for limits that no engine can have.
+    """The engine's limits and the scheduler's options. Raises ValueError for limits that no engine can have.
 
     Attributes:
         max_sequences: Maximum number of live sequences. Each has one row of the block tables.
-        max_rows: Maximum number of rows of a step. If it is `max_sequences + prefill_rows`, prompts keep their speed
+        max_rows: Maximum number of rows of a step. With `max_sequences + prefill_rows`, prompts do not become slower
             when every sequence decodes.
         prefill_rows: Maximum number of rows of prompts in a step that also has rows of decoding sequences.
         context: Maximum number of positions of a sequence.
         vocabulary: Number of tokens in the vocabulary.
         end_tokens: Tokens that end a sequence.
-        replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
-        replay_wait_s: Every replay may wait at least this many seconds for its region and its admission.
-        rebinds_at_once: How many times in a row a tenant's region may be rebuilt without a pause.
-        rebind_interval_s: After these rebuilds, seconds before each further one.
+        replays: Whether the replay of a request continues after the tokens that the request has emitted. Otherwise it
+            starts again.
+        replay_wait_s: Minimum seconds for which a replay may wait for its region and its admission.
+        rebinds_at_once: Number of times in a row that a tenant's region may be rebuilt without a pause.
+        rebind_interval_s: Seconds before each further rebuild.
         reuses_prefixes: Whether a prompt reuses blocks that the tenant's earlier sequences computed for the same
-            tokens. The emitted tokens are the same either way.
-        window: Maximum number of positions, its own included, that a row attends to in any layer of the model; None if
-            it attends to all earlier positions.
+            tokens. It does not change the emitted tokens.
+        window: Maximum number of positions that a row attends to in any layer, its own included; None for all earlier
+            positions.
         guided_rows: Maximum number of rows in a step for which a guide restricts the token (`PromptRequest.guide`).
-        preempts: Whether a tenant with a higher weight may take a table from one with a lower weight. Off by default,
-            because a preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
+        preempts: Whether a tenant with a higher weight may take a table from one with a lower weight. This makes the
+            first token of heavier tenants faster, but a preempted sequence is computed again.
     """
 
     max_sequences: int
@@ -109,64 +110,64 @@ class SchedulerSettings:
 class ContinuousBatchScheduler:
     """Decides which requests are admitted and which rows a step has.
 
-    **Admission.** A request is admitted when its tenant's `max_concurrent`, the free blocks of its region and the free
-    rows of the block tables (*tables*, one per live sequence) allow it. It then gets the blocks of its prompt, and
-    later more blocks as it grows. A tenant's requests are admitted in order. A tenant contends while its first request
-    waits only for a table. Among the tenants that contend, the one with the lowest weighted virtual counter is served
-    next (VTC, arXiv 2401.00588). A counter grows by the tokens of each admitted prompt and by each emitted token,
-    divided by the tenant's weight. When a tenant begins to contend, its counter is raised to the lowest counter of the
-    contending tenants; if there are none, to the counter at the last admission. So a tenant gains nothing from idle
-    time or from time spent at its own limits.
+    **Admission.** Each live sequence has one row of the block tables, its *table*. A request is admitted if its tenant
+    is below `max_concurrent`, its region has enough free blocks for the prompt, and a table is free. A tenant's
+    requests are admitted in order. A tenant *contends* while its first request waits only for a table.
+
+    Among contending tenants, the one with the lowest weighted virtual counter is next (VTC, arXiv 2401.00588). A
+    counter grows by the tokens of each admitted prompt and by each emitted token, divided by the tenant's weight. When
+    a tenant begins to contend, its counter is raised to the lowest counter of the contending tenants or, if there are
+    none, to the counter at the last admission. So a tenant gains nothing from time in which it was idle or at its own
+    limits.
 
     **Service bound.** Let S be the tokens charged to a tenant so far, and w its weight. While tenants f and g both
     contend, |S_f / w_f - S_g / w_g| grows by at most U_f + U_g, where U = (PAGE * max_blocks + max_concurrent) / w is
     the most that a tenant is charged from one admission to the next.
 
-    **Blocks.** A region serves only its tenant (`RegionBlocks`). A prompt begins with the blocks that the tenant's
-    earlier sequences have computed for the same tokens, if their steps were answered. If another sequence is computing
-    the next block, the prompt waits for it. A sequence that needs a block first frees its blocks before its `window`,
-    if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay goes to
-    the front of the queue. So the oldest sequence always continues, because alone in the region it fits. No other
-    tenant is affected. A prompt is charged in full, however much of it was reused.
+    **Blocks.** A region serves only its tenant (`RegionBlocks`). A prompt reuses blocks that the tenant's earlier
+    sequences have computed for the same tokens, if their steps were answered. If another sequence is computing the next
+    block, the prompt waits for it. The charge for a prompt does not depend on the reuse.
+
+    A sequence that needs another block first frees its blocks before its `window`, if the model has one. If the region
+    has no block left, the tenant's youngest sequence ends, and its replay goes to the front of the queue. So the oldest
+    sequence can always continue, because alone it fits into the region. No other tenant is affected.
 
     **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). These blocks are
-    in separate regions, to which no row writes. A prompt that begins with these tokens needs no blocks of its tenant's
-    region for them. When such a region ends (`prefix_lost`), the sequences that use it are replayed entirely in their
-    tenants' regions, so a request must fit its tenant's region without the prefix.
+    in separate regions. A prompt that begins with these tokens needs no blocks of its tenant's region for them. When
+    such a region ends (`prefix_lost`), the sequences that use it are replayed without it. So a request must fit into
+    its tenant's region without the prefix.
 
     **Rows.** Each decoding sequence has a row in every step. If there are more live sequences than rows, they take
-    turns: while no sequence joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts
-    together get as many rows as they would as decoding sequences. Rows that decoding leaves free go to prompts, up to
-    `prefill_rows`. The tenant with the fewest weighted prompt rows is first, and among its prompts the one that was
-    admitted first.
+    turns: while no sequence joins or leaves, each has a row at least every ceil(live / max_rows) steps. Prompts
+    together then get as many rows as the same number of decoding sequences. Rows that decoding leaves free go to
+    prompts, up to `prefill_rows`. The tenant with the fewest weighted prompt rows is first, and of its prompts the one
+    that was admitted first.
 
-    **Guides.** A sequence with a guide gets its next row only when the guide is ready. If the guide depends on the
-    previous token (`is_stepwise`), the row waits until that token is known, too. Other sequences do not wait. At most
-    `guided_rows` guided sequences have a row in one step; the others come first in the next step.
+    **Guides.** A sequence with a guide gets its next row when the guide is ready. If the guide depends on the previous
+    token (`is_stepwise`), the row also waits for that token. Other sequences do not wait. At most `guided_rows` guided
+    sequences have a row in one step. The others come first in the next step.
 
-    **Priorities.** A tenant's waiting requests are admitted in the order of their priorities, the lowest number first,
-    and within a priority in the order in which they came. Replays come before all others. Other tenants are not
-    affected.
+    **Priorities.** Of a tenant's waiting requests, the one with the lowest priority number is first, and of equal ones
+    the one that came first. Replays come before all others. Other tenants are not affected.
 
-    **Steps.** A step is a transaction: lengths change when `completed` reports it. If a sequence turns out to have
-    ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
-    be reused at once: a discarded row writes its block before the next owner's rows do.
+    **Steps.** A step is a transaction: lengths change when `completed` reports it. If a sequence has then ended, its
+    row in the next step, which is already planned, is discarded. Steps run one after another. So the sequence's blocks
+    and table can be reused at once, because the discarded row is computed before the next owner's rows.
 
-    **Preemption**, if `settings.preempts`. If no table is free for the next tenant in turn, the youngest sequence of
-    the tenant with the lowest weight ends, provided that this weight is lower than the next tenant's. The sequence's
-    replay goes to the front of its tenant's queue, without a deadline, and is not charged again. The order of turns
-    does not change, so the service bound holds. No request starves: it loses its table at most MAX_PREEMPTIONS times,
-    and then keeps it until its end.
+    **Preemption**, if `settings.preempts`. If no table is free for the next tenant, the youngest sequence of the tenant
+    with the lowest weight ends, if this weight is lower than the next tenant's. The sequence's replay goes to the front
+    of its tenant's queue, without a deadline, and is not charged again. The order of admissions does not change, so the
+    service bound holds. A request loses its table at most MAX_PREEMPTIONS times, so every request ends.
 
-    **Rebinds.** When a tenant's region is revoked, its sequences end. Each is replayed by a new request at the front of
-    the tenant's queue, which waits for the new region.
+    **Rebinds.** When a tenant's region is revoked, its sequences end. For each, a new request, the *replay*, waits at
+    the front of the tenant's queue for the new region.
 
     Attributes:
         settings: The engine's limits.
         tenants: Tenants by their ids. Only the scheduler may change this.
         prefixes: The shared prefixes that prompts may use, by their names. Only the scheduler may change this.
         prefix_requests: Number of requests that began with blocks of a shared prefix, by the prefix's name.
-        prefix_tokens: Number of prompt tokens that were not computed because a shared prefix has their blocks, by the
+        prefix_tokens: Number of prompt tokens that were not computed, because they are in a shared prefix, by the
             prefix's name.
     """
 
@@ -174,7 +175,7 @@ class ContinuousBatchScheduler:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
         self.prefixes: dict[str, SharedPrefix] = {}
-        # These counts cover all engines, so `engine_lost` does not clear them.
+        # `engine_lost` does not reset these counts.
         self.prefix_requests, self.prefix_tokens = Counter[str](), Counter[str]()
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
@@ -182,9 +183,9 @@ class ContinuousBatchScheduler:
         # The sequences that decode in the step that was planned last.
         self._roster = DecodeRoster([])
         self._columns = SequenceColumns(settings.max_sequences)
-        # For each token, the number of live requests that name it as a stop token, plus one if it ends all of the
-        # model's sequences. `_may_end` marks the tokens with a count above 0: only these are compared with each
-        # sequence's own end tokens.
+        # For each token, the number of live requests that have it as a stop token, plus one if it is an end token of
+        # the model. `_may_end` is true for tokens with a count above 0. Only these are compared with a sequence's end
+        # tokens.
         self._stop_token_uses = Counter[int]()
         self._may_end = np.zeros(settings.vocabulary, bool)
         self._count_stop_tokens(settings.end_tokens, 1)
@@ -193,7 +194,7 @@ class ContinuousBatchScheduler:
         # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
-        # Number of live sequences that need guided steps. It is usually 0, so the check is cheap.
+        # Number of live sequences that need guided steps.
         self._guided = 0
         self._step_number = self._admissions = self._arrivals = self._regions = 0
         # Decoding sequences that need a block while their region has none left.
@@ -201,8 +202,8 @@ class ContinuousBatchScheduler:
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline_s = float("inf")
-        # `_has_room`: whether a change since the last admission may make room for another request. `_has_ended`:
-        # whether `_decoding` still contains sequences that have ended.
+        # `_has_room`: whether something has changed since the last admission that may make room for another request.
+        # `_has_ended`: whether `_decoding` contains sequences that have ended.
         self._has_room = self._has_ended = False
         self._isolated: Set[str] | None = None
         for tenant in tenants:
@@ -220,7 +221,7 @@ class ContinuousBatchScheduler:
 
     @property
     def unanswered_steps(self) -> int:
-        """The number of steps that are planned and not answered. Another can be planned while it is at most 1."""
+        """The number of planned steps without an answer. Another step can be planned if it is at most 1."""
         return len(self._unanswered)
 
     @property
@@ -229,7 +230,7 @@ class ContinuousBatchScheduler:
         return self._next_deadline_s if self._waiting and self._next_deadline_s < float("inf") else None
 
     def is_under_way(self, tenant_id: str) -> bool:
-        """Return whether an unanswered step has rows of the tenant. A held tenant gets no rows in later steps."""
+        """Return whether an unanswered step has rows of the tenant."""
         tenant = self.tenants[tenant_id]
         return any(tenant in step.tenant_rows for step in self._unanswered)
 
@@ -256,11 +257,11 @@ class ContinuousBatchScheduler:
     def add_tenant(self, config: TenantConfig, blocks: int | None = None) -> None:
         """Add a tenant with a region of `blocks` blocks.
 
-        None means `max_blocks`; 0 means that the tenant has no region until `rebound`.
+        `blocks` is None for `max_blocks`, and 0 for a tenant without a region until `rebound`.
         """
         if config.id in self.tenants:
             raise ValueError(f"the decoder already has a tenant {config.id}")
-        # The limiter belongs to the tenant, not to the engine, so an engine's loss does not reset it.
+        # The loss of an engine does not reset a tenant's limiter.
         limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
         tenant = TenantState(config, limiter, reuses=self.settings.reuses_prefixes)
         if blocks != 0:
@@ -281,8 +282,8 @@ class ContinuousBatchScheduler:
             raise RequestRejected(f"the decoder has no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
             raise RequestIdInUse(f"request {request.request_id!r} is already waiting or in progress", "Use another id")
-        # Refuse at once if waiting can't help: the request is too large for the region or the context, or its region
-        # comes too late.
+        # Refuse at once if the request is too large for the region or the context, or if its region would come too
+        # late.
         if detail := self._excess(tenant, request):
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
@@ -292,20 +293,20 @@ class ContinuousBatchScheduler:
             )
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]
-        # Enqueue the request first, and admit in the usual order, so that it gets no table ahead of a request that
-        # waited longer.
+        # Enqueue the request, and admit in the usual order, so that it does not overtake requests that waited longer.
         was_queue_full = len(tenant.waiting) >= tenant.config.max_waiting
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
         events = self._admit()
         if request.request_id not in self._waiting:
-            return events  # It was admitted, and perhaps another one with it.
-        # The replay of a sequence that was just preempted joins the queue, but does not displace another request.
+            return events  # The request was admitted, perhaps with others.
+        # The admission may have preempted a sequence, whose replay is in the queue now. The replay does not count
+        # against the queue's limit.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline_s = min(self._next_deadline_s, now + request.wait_s)
             return events
-        # The request was not admitted and may not wait: remove it again, and report the reason.
+        # The request was not admitted and may not wait. Remove it from the queue, and return the reason.
         self._dequeue(tenant, self._waiting[request.request_id])
         return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 
@@ -315,7 +316,7 @@ class ContinuousBatchScheduler:
         Returns:
             One Completed, or nothing.
         """
-        # If it is live, its rows in progress are discarded when their step is answered.
+        # The rows of a live request in unanswered steps are discarded later.
         if sequence := self._live.get(request_id):
             return [self._finish(sequence, reason)]
         if waiting := self._waiting.get(request_id):
@@ -332,28 +333,27 @@ class ContinuousBatchScheduler:
         """
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
-        # Step 1: end requests that are past their deadline, so that they do not take the places of others, and admit
-        # new ones.
+        # Step 1: end requests that are past their deadline, and admit new ones.
         events = self._expire(now) if now >= self._next_deadline_s else []
-        # Emitted tokens change the order of turns, and so may change which tenant may preempt.
+        # Emitted tokens change counters, and so which tenant may preempt.
         self._has_room |= self.settings.preempts
-        # Live sequences come before waiting requests, so first find blocks for sequences that grow.
+        # Live sequences come before waiting requests. So find blocks for sequences that grow first.
         if self._short:
             events += self._supply_blocks()
-        # Blocks that a prompt without rows can reuse may have been computed since its admission. Reusing them frees the
+        # Since its admission, blocks may have been computed that a prompt without rows can reuse. This frees the
         # prompt's own blocks.
         for tenant in self._prefilling:
             for sequence in tenant.prefilling:
                 if sequence.next_position == sequence.reused and sequence.keys:
                     self._reuse(sequence)
         events += self._admit()
-        # Step 2: drop all sequences that ended since the last plan, in one pass.
+        # Step 2: remove the sequences that have ended since the last plan.
         if self._has_ended:
             self._has_ended = False
             self._decoding = [sequence for sequence in self._decoding if not sequence.is_ended]
-        # Step 3: share the rows between prompts and decoding sequences. Decode rows come first in the step.
+        # Step 3: divide the rows between prompts and decoding sequences. Decode rows come first in the step.
         chunks = self._deal_prompt_rows() if self._prefilling else []
-        # Prompt rows are decided first, because with too many sequences they take turns from the decoding ones.
+        # Prompt rows are decided first, because with too many sequences they take rows from decoding sequences.
         guided = sum(
             sequence.is_guided and sequence.next_position + count == sequence.prompt_length
             for sequence, count in chunks
@@ -362,7 +362,7 @@ class ContinuousBatchScheduler:
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
             # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the next
-            # step on, unless that is its only token.
+            # step on, unless it ends with that token.
             if sequence.next_position == sequence.prompt_length:
                 self._leave_prefill(sequence)
                 if sequence.next_position <= sequence.last:
@@ -372,7 +372,7 @@ class ContinuousBatchScheduler:
         if self._guided:
             step.is_guided = any(sequence.request.has_guidance for sequence in step.sequences)
         if step.sequences:
-            # An empty plan is not a step: it gets no number and is not answered.
+            # A plan without rows gets no number and is not answered.
             self._step_number += 1
             self._unanswered.append(step)
         return step
@@ -399,7 +399,7 @@ class ContinuousBatchScheduler:
             raise ValueError(f"step {step.number} is not the one to be answered")
         if len(values) < len(step):
             raise ValueError(f"step {step.number} has {len(step)} rows and {len(values)} results")
-        # The step is committed: the keys and values of its prompt rows are in the cache.
+        # The keys and values of the step's rows are now computed.
         del self._unanswered[0]
         row_s = took_s / len(step)
         for tenant, count in step.tenant_rows.items():
@@ -410,11 +410,11 @@ class ContinuousBatchScheduler:
                 self._publish(sequence, sequence.filled // PAGE)
         sampled, rows, tables, requests = step.sampled, step.sampled_rows, step.sampled_tables, step.sampled_requests
         if step.has_ended:
-            # Some sequences have ended since the step was planned: discard the tokens of their rows.
+            # Discard the tokens of sequences that have ended since the step was planned.
             is_live = [not sequence.is_ended for sequence in sampled]
             sampled, requests = list(compress(sampled, is_live)), list(compress(requests, is_live))
             rows, tables = rows[is_live], tables[is_live]
-        # First append the tokens of all sequences at once. Then handle, one by one, the sequences that need more.
+        # Append the tokens of all sequences together. Then handle the sequences that end or need a block one by one.
         columns, new = self._columns, values[rows]
         places = columns.token_count[tables]
         columns.token_count[tables] = places + _ONE
@@ -422,8 +422,7 @@ class ContinuousBatchScheduler:
         tokens: list[int] = new.tolist()
         for sequence, token in zip(sampled, tokens, strict=True):
             sequence.tokens.append(token)
-        # A tenant is charged for tokens as they are emitted, so a request that ends early costs only the tokens that it
-        # emitted.
+        # A tenant is charged for tokens when they are emitted.
         for tenant, count in step.count_tenants(sampled).items():
             counter, price = tenant.counter, tenant.price
             # Add token by token: the product `count * price` would round differently.
@@ -440,7 +439,7 @@ class ContinuousBatchScheduler:
             elif position > sequence.last:
                 reason = CompletionReason.MAX_TOKENS_REACHED
             else:
-                # A row at `position` may be in progress, but not the next one: `plan` finds a block before that.
+                # A row at `position` may already be planned, but none after it. `plan` finds a block for that first.
                 if sequence.acts_at <= position < sequence.last and not self._grow(sequence):
                     self._short.append(sequence)
                 continue
@@ -451,15 +450,13 @@ class ContinuousBatchScheduler:
     def failed(self, step: StepPlan) -> None:
         """Process a step's failure.
 
-        Neither this step nor the one after it changed anything; their rows are planned again.
-
-        If a tenant's region failed, call `revoked` as well; if the engine itself is lost, call `engine_lost` instead.
-        Raises ValueError if the step was answered.
+        The rows of this step and of the one after it are planned again. If a tenant's region failed, call `revoked`
+        too. If the engine is lost, call `engine_lost` instead. Raises ValueError if the step was answered.
         """
         if not step.is_void:
             if step not in self._unanswered:
                 raise ValueError(f"step {step.number} was answered already")
-            # The step after a failed one took tokens from it, so it is void as well.
+            # The next step takes tokens from the failed step, so it is void too.
             self._void(self._unanswered.index(step))
 
     def step(self, compute: Callable[[StepPlan], Sequence[int]], now: float) -> list[AnyEvent]:
@@ -472,8 +469,8 @@ class ContinuousBatchScheduler:
     def revoked(self, tenant_id: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
         """Process the loss of a tenant's region: its sequences end, and their replays wait for `rebound`.
 
-        Requests that waited keep waiting. Steps in flight remain valid for the other tenants. A replay that would have
-        to wait too long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
+        Waiting requests continue to wait. Unanswered steps remain valid for other tenants. A replay that would have to
+        wait too long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
         """
         tenant = self.tenants[tenant_id]
         tenant.needs_permit = True
@@ -482,15 +479,16 @@ class ContinuousBatchScheduler:
     def engine_lost(
         self, now: float, reason: CompletionReason = CompletionReason.ENGINE_ERROR, wait_s: float = 0.0
     ) -> list[AnyEvent]:
-        """Process the loss of the engine: steps in flight are void, and every tenant's sequences end and are replayed.
+        """Process the loss of the engine: unanswered steps are void, and every tenant's sequences end and are replayed.
 
-        No tenant's limiter counts this loss. Replays, even those of earlier losses, may wait at least `wait_s` seconds.
+        Limiters do not count this loss. All replays, those of earlier losses included, may wait at least `wait_s`
+        seconds.
         """
         self._void(0)
         # The next engine has its own shared prefixes.
         self.prefixes.clear()
         for waiting in self._waiting.values():
-            # Replays of an earlier loss, still in the queue, wait for the same new engine.
+            # Replays of an earlier loss wait for the same new engine.
             if waiting.request.attempt:
                 waiting.deadline_s = max(waiting.deadline_s, now + wait_s)
         events: list[AnyEvent] = []
@@ -512,7 +510,7 @@ class ContinuousBatchScheduler:
     def prefix_lost(self, name: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
         """Process the loss of a shared prefix's region: the sequences that use it end, and are replayed without it.
 
-        Their tenants keep their regions, and all other sequences continue. Does nothing for an unknown prefix.
+        Tenants' regions and all other sequences continue. Does nothing for an unknown prefix.
         """
         if self.prefixes.pop(name, None) is None:
             return []
@@ -520,7 +518,7 @@ class ContinuousBatchScheduler:
         for tenant in self.tenants.values():
             tenant.blocks.detach(name)
             users = [sequence for sequence in tenant.live.values() if sequence.prefix == name]
-            # The replays have no deadline: their callers were admitted once, and did not choose to wait again.
+            # The replays have no deadline, because their requests were already admitted once.
             events += self._replay(tenant, users, reason, now, float("inf"))
         return events
 
@@ -529,7 +527,7 @@ class ContinuousBatchScheduler:
         self._isolated = request_ids
         self._has_room = True
         for tenant in self.tenants.values():
-            # The sort is stable: admissible requests move to the front, and each group keeps its order.
+            # Move admissible requests to the front. The sort is stable, so both groups keep their order.
             tenant.waiting = deque(sorted(tenant.waiting, key=lambda waiting: not self._is_admissible(waiting.request)))
 
     def rebound(self, tenant_id: str, blocks: int, now: float) -> list[AnyEvent]:
@@ -553,7 +551,7 @@ class ContinuousBatchScheduler:
         self._bind(tenant, blocks)
         self._has_room = True
         events: list[AnyEvent] = []
-        # The new region may be smaller than the lost one, so requests that fitted before may never fit now.
+        # The new region may be smaller than the lost one. Refuse requests that no longer fit.
         for waiting in list(tenant.waiting):
             if detail := self._excess(tenant, waiting.request):
                 self._dequeue(tenant, waiting)
@@ -561,13 +559,12 @@ class ContinuousBatchScheduler:
         return events
 
     def hold(self, tenant_id: str) -> None:
-        """Give a tenant's sequences no rows until `resume`, while its blocks are being moved or it is suspended.
+        """Give a tenant's sequences no rows until `resume`, while its blocks are moved or it is suspended.
 
-        Its requests wait, and end at their deadlines. They are not admitted, because they would hold tables that they
-        can't use.
+        Its waiting requests are not admitted, and end at their deadlines.
         """
         tenant = self.tenants[tenant_id]
-        # Its sequences leave the list of decoding sequences, but keep their blocks and tables, and stay in `live`.
+        # Its sequences leave the list of decoding sequences. They keep their blocks and tables, and stay in `live`.
         if not tenant.is_held:
             tenant.is_held = True
             tenant.parked = [sequence for sequence in self._decoding if sequence.tenant is tenant]
@@ -593,12 +590,12 @@ class ContinuousBatchScheduler:
     # --- Admission. ---
 
     def _excess(self, tenant: TenantState, request: PromptRequest) -> str:
-        """Explain why a request can never be admitted; "" if it can."""
+        """Return why a request can never be admitted; "" if it can."""
         if request.positions > self.settings.context:
             return (
                 f"it can have {request.positions} positions, but the model's context has only {self.settings.context}"
             )
-        # If the tenant has no region, judge by the largest that it may get; `rebound` checks again.
+        # If the tenant has no region, use the largest that it may get. `rebound` checks again.
         blocks = tenant.region_blocks or tenant.config.max_blocks
         if request.blocks > blocks:
             return f"it can need {request.blocks} blocks, but tenant {tenant.config.id} has only {blocks}"
@@ -617,7 +614,7 @@ class ContinuousBatchScheduler:
     def _refusal(
         self, tenant: TenantState, request: PromptRequest, is_queue_full: bool
     ) -> SchedulerEvent.AdmissionRejected:
-        """Return the refusal of a request that may not wait, with the obstacle as its reason."""
+        """Return the refusal of a request that may not wait."""
         config = tenant.config
         if is_queue_full:
             reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests are already waiting"
@@ -628,7 +625,7 @@ class ContinuousBatchScheduler:
 
     def _obstacle(self, tenant: TenantState, waiting: UnadmittedRequest) -> tuple[AdmissionReason, str]:
         """Return why a waiting request can't be admitted now: the reason, and a sentence for the caller."""
-        # First check the tenant's own limit: only this obstacle counts as the tenant's fault (429 instead of 503).
+        # Check the tenant's own limit first. Only for this reason does the caller get 429 instead of 503.
         if len(tenant.live) >= tenant.config.max_concurrent:
             return (
                 AdmissionReason.QUOTA_EXCEEDED,
@@ -649,10 +646,10 @@ class ContinuousBatchScheduler:
         self._arrivals += 1
         self._waiting[request.request_id] = waiting
         if request.attempt:
-            # A replay was admitted once already, so it is the tenant's first request.
+            # A replay is the tenant's first request, because it was already admitted once.
             tenant.waiting.appendleft(waiting)
             return waiting
-        # Put it after all requests of the same priority, and after every replay.
+        # Put the request after all requests of the same priority and after all replays.
         queue, place = tenant.waiting, len(tenant.waiting)
         while place and queue[place - 1].request.priority > request.priority and not queue[place - 1].request.attempt:
             place -= 1
@@ -674,7 +671,7 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
-            # Report the obstacle at the end of the wait, not at its beginning.
+            # The reason is what the request waits for now.
             kept_out_by, detail = self._obstacle(tenant, waiting)
             detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed; send it again later"
             reason = CompletionReason.DEADLINE_EXCEEDED
@@ -686,19 +683,19 @@ class ContinuousBatchScheduler:
     def _admit(self) -> list[AnyEvent]:
         """Admit requests in the order of their tenants' counters, until no table is free or no tenant contends.
 
-        Does nothing unless, since the last call, a request came or something that a request needs became free.
+        Does nothing unless `_has_room`.
         """
         events: list[AnyEvent] = []
         while self._has_room:
             contenders = self._contenders()
-            # The tenant with the least weighted service is next; among equals, the tenant with the earliest request.
+            # The tenant with the lowest counter is next, and of equal ones the tenant with the earliest request.
             tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
             if tenant is not None and not self._tables:
                 events += self._preempt(tenant)
             if tenant is None or not self._tables:
                 self._has_room = False
                 break
-            # Record the counter at this admission: counters of tenants that begin to contend later are raised to it.
+            # Counters of tenants that begin to contend later are raised to this counter.
             self._virtual_counter = tenant.counter
             waiting = tenant.waiting.popleft()
             request = waiting.request
@@ -716,7 +713,7 @@ class ContinuousBatchScheduler:
             self._count_stop_tokens(request.sampling.stop_token_ids, 1)
             sequence.prefix = prefix
             if prefix:
-                # A replay does not count as another request, but saves the tokens again.
+                # A replay is not another request, but its tokens count again.
                 self.prefix_requests[prefix] += request.attempt == 0
                 self.prefix_tokens[prefix] += shared * PAGE
             sequence.keys = tenant.keys_of(waiting)
@@ -727,7 +724,7 @@ class ContinuousBatchScheduler:
             sequence.preemptions = waiting.preemptions
             self._admissions += 1
             self._live[request.request_id] = tenant.live[request.request_id] = sequence
-            # Charge the prompt once. The replay of a preempted sequence was charged at its first admission.
+            # The replay of a preempted sequence was already charged at its first admission.
             if not waiting.is_paid:
                 tenant.counter += len(request.token_ids) * tenant.price
             tenant.prefilling.append(sequence)
@@ -735,14 +732,13 @@ class ContinuousBatchScheduler:
         return events
 
     def _preempt(self, heavier: TenantState) -> list[AnyEvent]:
-        """End the youngest sequence of the tenant with the lowest weight, for a heavier tenant, and enqueue its replay.
+        """For a heavier tenant, end the youngest sequence of the tenant with the lowest weight, and enqueue its replay.
 
         Returns:
             One Completed, or nothing if preemption is off or no sequence may be preempted.
         """
         weight = heavier.config.weight
-        # Never preempt among equals: between tenants of the same weight, that would only shift the wait from one to the
-        # other.
+        # Only sequences of tenants with a lower weight are preempted.
         victims = [
             sequence
             for sequence in self._live.values()
@@ -750,30 +746,30 @@ class ContinuousBatchScheduler:
         ]
         if not self.settings.preempts or not victims:
             return []
-        # Preempt the youngest: it has computed the least, so the least is computed again.
+        # The youngest sequence has the least to compute again.
         victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
         victim.preemptions += 1
         return [self._preempted(victim)]
 
     def _preempted(self, victim: LiveSequence) -> SchedulerEvent.Completed:
         """End a sequence, and enqueue its replay, which is not charged again."""
-        # The replay has no deadline: its caller was admitted once and did not choose to wait again.
+        # The replay has no deadline, because its request was already admitted once.
         replay = self._replay_of(victim, self._live.keys() | self._waiting.keys())
         self._enqueue_replay(replay, float("inf"), victim.preemptions).is_paid = True
         return self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)
 
     def _supply_blocks(self) -> list[AnyEvent]:
-        """Find blocks for the sequences that need one. If necessary, end their tenants' youngest sequences."""
+        """Find blocks for the sequences that need one, and end their tenants' youngest sequences if necessary."""
         events: list[AnyEvent] = []
-        # Serve the oldest first, so that the youngest are preempted.
+        # Begin with the oldest sequence, so that the youngest are preempted.
         short, self._short = sorted(self._short, key=lambda sequence: sequence.number), []
         for sequence in short:
             tenant = sequence.tenant
             if tenant.is_held:
-                # The sequence has no rows until `resume`.
+                # A held tenant's sequence has no rows until `resume`.
                 self._short += [] if sequence.is_ended else [sequence]
                 continue
-            # This loop ends: it preempts the region's sequences one by one, and finally this one.
+            # In the worst case, the loop preempts all sequences of the region, and this one last.
             while not sequence.is_ended and not self._grow(sequence):
                 events.append(self._preempted(max(tenant.live.values(), key=lambda live: live.number)))
         return events
@@ -784,13 +780,12 @@ class ContinuousBatchScheduler:
         new: list[TenantState] = []
         for tenant in self.tenants.values():
             if tenant.waiting and self._may_enter(tenant, tenant.waiting[0]):
-                # A tenant stays in `old` only while it contends without interruption.
+                # `old` are the tenants that have contended since the last admission.
                 (old if tenant.is_contending else new).append(tenant)
             else:
                 tenant.is_contending = False
-        # A tenant that was idle, or held back by its own limits, must not make up for that time. Its counter begins at
-        # the lowest counter of the tenants that contended all along or, without any, at the counter of the last
-        # admission.
+        # A tenant that was idle or at its own limits does not make up for that time. Raise its counter to the lowest
+        # counter of the old tenants or, if there are none, to the counter at the last admission.
         least = min((tenant.counter for tenant in old), default=self._virtual_counter)
         for tenant in new:
             tenant.counter = max(tenant.counter, least)
@@ -806,9 +801,9 @@ class ContinuousBatchScheduler:
     # --- Prefixes. ---
 
     def _reuse(self, sequence: LiveSequence) -> None:
-        """Let a prompt without a row begin after its computed blocks, and decide whether it waits for more of these."""
+        """Let a prompt without rows begin after computed blocks, and decide whether it waits for more."""
         region, keys, index = sequence.tenant.blocks, sequence.keys, sequence.reused // PAGE
-        # Blocks that other sequences published after its admission replace its own blocks, which are still empty.
+        # Blocks that were published after its admission replace its own blocks, which are still empty.
         while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
             region.release((sequence.blocks[index],))
             self._has_room = True
@@ -818,12 +813,12 @@ class ContinuousBatchScheduler:
         sequence.tenant.reused_tokens += sequence.reused - sequence.next_position
         sequence.next_position = sequence.filled = sequence.reused
         sequence.published = index
-        # The sequence computes the next block itself, unless another one is computing it.
+        # Unless another sequence is computing the next block, this one computes it.
         is_claimed = not region.claim(sequence, keys[index:])
         sequence.is_following = is_claimed and sequence.reused < sequence.reusable
 
     def _publish(self, sequence: LiveSequence, blocks: int) -> None:
-        """Let other prompts reuse the first `blocks` blocks of a sequence. Answered steps must have computed them."""
+        """Let other prompts reuse the first `blocks` blocks of a sequence, which answered steps must have computed."""
         region, blocks = sequence.tenant.blocks, min(blocks, len(sequence.keys))
         for index in range(sequence.published, blocks):
             region.publish(sequence.blocks[index], sequence.keys[index])
@@ -844,13 +839,13 @@ class ContinuousBatchScheduler:
         return True
 
     def _release_behind_window(self, sequence: LiveSequence) -> None:
-        """Free the blocks of a sequence that lie before its window: no row of an unanswered step reads them."""
+        """Free the blocks of a sequence before its window, except those that unanswered steps read."""
         if self.settings.window is None:
             return
         region, first_in_window = sequence.tenant.blocks, (sequence.length - self.settings.window + 1) // PAGE
         if first_in_window <= sequence.freed_blocks:
             return
-        # Publish the blocks first, because other prompts may begin with them.
+        # Publish the blocks first, so that other prompts can reuse them while they are cached.
         if sequence.tenant.reuses:
             region.extend_keys(sequence.keys, sequence.tokens, first_in_window, sequence.request.cache_salt)
             self._publish(sequence, first_in_window)
@@ -865,7 +860,8 @@ class ContinuousBatchScheduler:
 
     def _enter_prefill(self, tenant: TenantState) -> None:
         if tenant.prefilling and not tenant.is_held and tenant not in self._prefilling:
-            # Raise the count as `_contenders` raises counters: a tenant gains nothing from time without prompts.
+            # Raise the count, as `_contenders` raises counters, so that a tenant gains nothing from time without
+            # prompts.
             least = min((other.prefilled for other in self._prefilling), default=self._virtual_prefilled)
             tenant.prefilled = max(tenant.prefilled, least)
             self._prefilling[tenant] = None
@@ -878,18 +874,18 @@ class ContinuousBatchScheduler:
 
     def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
         """Return the prompts with rows in the next step, each with its number of rows."""
-        # Prompts get the rows that decoding leaves free, but at least as many as if they took turns with the decoding
-        # sequences.
+        # Prompts get the rows that decoding leaves free, but at least as many as the same number of decoding sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
         free_rows = max_rows - decoding
         if prompts > free_rows:
-            # Carry the remainder over to the next step, so that the shares are exact in the long run.
+            # Keep the remainder for the next step, so that the average is exact.
             turns, self._prompt_turns = divmod(self._prompt_turns + max_rows * prompts, decoding + prompts)
             free_rows = max(free_rows, turns)
-        # Limit prompt rows while sequences decode, because each row delays their next tokens.
+        # Each prompt row delays the decoding sequences' next tokens, so limit prompt rows while sequences decode.
         free_rows = min(free_rows, self.settings.prefill_rows if decoding else max_rows)
-        # Share the rows among tenants: PREFILL_GRAIN rows at a time to the tenant with the fewest weighted prompt rows.
+        # Divide the rows among tenants: PREFILL_GRAIN rows at a time go to the tenant with the fewest weighted prompt
+        # rows.
         needed = {tenant: rows for tenant in self._prefilling if (rows := tenant.prompt_rows)}
         shares = dict.fromkeys(needed, 0)
         while free_rows and needed:
@@ -910,8 +906,8 @@ class ContinuousBatchScheduler:
                 if not rows:
                     break
                 count = min(rows, sequence.prompt_rows)
-                # The last row of a prompt chooses a token. If a guide restricts it and the step has no guided row left,
-                # that row waits.
+                # The last row of a prompt chooses a token. If a guide restricts the token and the step has no guided
+                # row left, the row waits.
                 if sequence.is_guided and count and sequence.next_position + count == sequence.prompt_length:
                     count -= not guided
                     guided -= bool(guided)
@@ -945,26 +941,27 @@ class ContinuousBatchScheduler:
     def _plan_decode(self, max_rows: int, guided: int) -> StepPlan:
         """Return a step with one row for each decoding sequence that is ready.
 
-        If there are more than `max_rows`, they take turns. `guided` is the number of guided prompts that the step ends.
+        If there are more than `max_rows`, they take turns. `guided` is the number of guided rows of prompts in the
+        step.
         """
         chosen = self._decoding
         if self._guided:
             chosen = self._pick_ready(max_rows, guided)
         elif len(chosen) > max_rows:
             chosen = chosen[:max_rows]
-            # A round robin: the sequences that get a row now go to the end of the list.
+            # Sequences that get a row now go to the end of the list.
             self._decoding = self._decoding[max_rows:] + chosen
-        # Usually the sequences are the same as in the previous step. Comparing two lists of the same objects is fast.
+        # Usually the sequences are those of the previous step.
         roster = self._roster
         if chosen != roster.sequences:
             roster = self._roster = DecodeRoster(chosen.copy())
-        # Make the rows of all sequences at once: numpy copies the step's columns from the sequences' columns. With few
-        # sequences the number of calls matters, so make one copy, and avoid `any`, which runs Python code.
+        # Copy the step's columns from the sequences' columns with one call of numpy. With few sequences, calls take
+        # most of the time. So `any`, which runs Python code, is avoided too.
         columns = self._columns
         copied = columns.planned.take(roster.tables, axis=1)
         positions, tokens, sources, blocks, tables, known_tokens, special_at = copied
-        # A row that is computed again after a failed step has a known token. Otherwise the previous step is still
-        # computing the token, and the kernel takes it from that step's row, on the card.
+        # A row that is computed again after a failed step has a known token. For other rows, the kernel takes the token
+        # from the previous step's result on the card.
         is_known = positions < known_tokens
         if np.count_nonzero(is_known):
             tokens *= is_known
@@ -977,7 +974,7 @@ class ContinuousBatchScheduler:
             sequence, position = chosen[row], int(positions[row])
             blocks[row] = sequence.set_block(position)
             is_any_last |= position == sequence.last
-        # Remove sequences that have just got their last possible row. `take_results` decides whether any ends earlier.
+        # Remove sequences that have just got their last possible row. `take_results` ends others earlier.
         if is_any_last:
             self._decoding = [sequence for sequence in self._decoding if sequence.next_position <= sequence.last]
         return StepPlan(self._step_number, roster, copied[:5])
@@ -989,22 +986,22 @@ class ContinuousBatchScheduler:
     ) -> SchedulerEvent.Completed:
         """End a live sequence, and free its blocks and its table for the next admission."""
         request, tenant = sequence.request, sequence.tenant
-        # The next `plan` removes all ended sequences from the decoding sequences in one pass.
+        # The next `plan` removes ended sequences from the list of decoding sequences.
         sequence.is_ended = self._has_ended = self._has_room = True
         for step in self._unanswered:
             step.has_ended = True
         del self._live[request.request_id], tenant.live[request.request_id]
         self._guided -= request.has_guidance
         self._count_stop_tokens(request.sampling.stop_token_ids, -1)
-        # Blocks of a lost region do not come back: `bind` starts with new blocks.
+        # A region that was lost has size 0, and its blocks are not released.
         if (region := tenant.blocks).size:
             if tenant.reuses:
-                # Publish the full blocks: a later prompt may continue this sequence.
+                # Publish the full blocks, because a later prompt may continue this sequence.
                 full = sequence.length // PAGE
                 region.withdraw(sequence, sequence.keys[full:])
                 region.extend_keys(sequence.keys, sequence.tokens, full, request.cache_salt)
                 self._publish(sequence, full)
-            # Release the blocks in reverse order, so that the last blocks of a prefix are evicted first.
+            # Release the last block first, so that the end of a prefix is evicted before its beginning.
             region.release(reversed(sequence.blocks[sequence.freed_blocks :]))
         self._tables.append(sequence.table)
         if sequence.next_position < sequence.prompt_length:
@@ -1012,23 +1009,22 @@ class ContinuousBatchScheduler:
         return SchedulerEvent.Completed(request, reason, continued_by)
 
     def _void(self, first: int) -> None:
-        """Undo the plans of unanswered steps from index `first` on. Their rows are planned again before all others."""
+        """Undo the plans of unanswered steps from index `first` on. Their rows are then planned before all others."""
         voided = self._unanswered[first:]
         del self._unanswered[first:]
         if not voided:
             return
-        # Step 1: restore `next_position` and `row` of each sequence. Begin with the last step and row, so that the
-        # oldest values remain.
+        # Step 1: restore `next_position` and `row` of each sequence, from the last step and row to the first, so that
+        # the oldest values remain.
         self._step_number = voided[0].number
         for step in reversed(voided):
             step.is_void = True
             for row in range(len(step) - 1, -1, -1):
                 sequence = step.sequences[row]
-                # If the sequence has ended, another may have its table.
+                # The table of an ended sequence may be another sequence's.
                 if not sequence.is_ended:
                     sequence.next_position, sequence.row = int(step.positions[row]), int(step.sources[row])
-        # Step 2: put the sequences back into the lists from which planning took them: decoding sequences, prompts, or a
-        # held tenant's parked sequences.
+        # Step 2: put the sequences back into their lists: decoding sequences, prompts, or a held tenant's `parked`.
         sequences = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
         decoding = [sequence for sequence in sequences if sequence.next_position >= sequence.prompt_length]
         for sequence in decoding:
@@ -1043,8 +1039,7 @@ class ContinuousBatchScheduler:
                 tenant.prefilling.append(sequence)
                 tenant.prefilling.sort(key=lambda sequence: sequence.number)
             self._enter_prefill(tenant)
-        # Step 3: put the voided rows first, in their old order, so that the failed step's number means the same rows
-        # again.
+        # Step 3: put the sequences of voided rows first, in their old order.
         self._decoding = [sequence for sequence in decoding if not sequence.tenant.is_held] + self._decoding
 
     def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
@@ -1081,16 +1076,16 @@ class ContinuousBatchScheduler:
         return events
 
     def _replay_of(self, sequence: LiveSequence, used_ids: Set[str]) -> PromptRequest:
-        """Return the request that continues where a sequence ended, or that starts again if replays are off.
+        """Return the request that continues where a sequence ended, or starts again if `settings.replays` is off.
 
-        Its id is the first request's id, a dot and the attempt. It is not in `used_ids`.
+        Its id is the first request's id, a dot and the attempt's number, and is not in `used_ids`.
         """
         request = sequence.request
-        # The replay's prompt is the caller's prompt and all emitted tokens. These reduce the number that is still
-        # allowed.
+        # The replay's prompt is the caller's prompt and all emitted tokens, which count against the maximum number of
+        # tokens.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept_tokens = len(sequence.tokens) if self.settings.replays else own_prompt
-        # A caller may have used an id of the same form for another request, so skip ids that are in use.
+        # Skip ids that a caller uses for another request.
         first_id, attempt = request.continues or request.request_id, request.attempt + 1
         while f"{first_id}.{attempt}" in used_ids:
             attempt += 1
@@ -1110,12 +1105,12 @@ def _allocate_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[s
 
     Returns:
         The shared prefix with which it begins, or ""; the number of this prefix's blocks that it uses; all of its
-        blocks; and how many of them, from the first on, are already computed.
+        blocks; and the number of these, from the first on, that are already computed.
     """
     region, request, keys = tenant.blocks, waiting.request, tenant.keys_of(waiting)[: waiting.request.reusable_blocks]
     prefix, shared = region.find_shared(keys)
     blocks = list(range(region.size, region.size + shared))
-    # Share the computed blocks first, so that `take` can't evict one of them.
+    # Share computed blocks first, so that `take` does not evict one of them.
     for key in keys[shared:]:
         if (block := region.share(key)) is None:
             break

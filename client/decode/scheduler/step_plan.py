@@ -1,4 +1,4 @@
-"""A step of the engine as the scheduler plans it: columns of rows, and the live sequences to which the rows belong."""
+"""A step as the scheduler plans it: columns of rows, and the live sequences of the rows."""
 
 from collections import Counter
 from operator import attrgetter
@@ -20,7 +20,7 @@ _POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
 
 
 class DecodeRoster:
-    """Sequences that decode, and values derived from them. All steps with the same sequences share one roster.
+    """Sequences that decode, and values derived from them. Steps with the same sequences share a roster.
 
     Attributes:
         sequences: The sequences, in the order of their rows. The list is never changed.
@@ -41,19 +41,20 @@ class DecodeRoster:
 
 
 class StepPlan:
-    """The rows of one step: first one row for each sequence that decodes, then the chunks of prompts.
+    """The rows of one step: one row for each sequence that decodes, then chunks of prompts.
 
-    A chunk's rows are adjacent, at ascending positions. Columns are arrays, because a step can have a thousand rows.
+    A chunk has adjacent rows, at ascending positions of one prompt. Columns are arrays, because a step can have a
+    thousand rows.
 
     Attributes:
         number: The step's number, from 0. A step planned in place of a failed step has the failed step's number.
         sequences: The sequence of each row.
         decode_rows: Number of rows of sequences that decode.
         chunks: For each chunk, its sequence, its first row, and its number of rows.
-        joined: Sequences that have their first row in this step. With this step, the harness writes their constant
-            fields, and the entries of their block tables for the positions before that row.
-        sampled: Sequences that get a token from this step: first those that decode, then those whose prompts end in
-            this step.
+        joined: Sequences that have their first row in this step. For these, the harness writes the constant fields, and
+            the entries of the block tables for positions before that row.
+        sampled: Sequences that get a token from this step: those that decode, then those whose prompts end in this
+            step.
         events: What happened while the step was planned: expired, preempted and refused requests.
         is_guided: Whether any of its rows needs a guided step.
         is_void: Whether the step's results are ignored, because this step or the previous one failed.
@@ -81,7 +82,7 @@ class StepPlan:
     def __init__(self, number: int, decoding: DecodeRoster, columns: NDArray[np.int64]) -> None:
         """Begin with a row for each decoding sequence, from these columns [5, rows]."""
         self.number, self._roster = number, decoding
-        # Both lists belong to the roster until a prompt gets rows.
+        # Both lists are the roster's own until a prompt gets rows.
         self.sampled = self.sequences = decoding.sequences
         self.decode_rows = len(decoding.sequences)
         self.chunks: list[tuple[LiveSequence, int, int]] = []
@@ -89,7 +90,7 @@ class StepPlan:
         self.events: list[AnyEvent] = []
         self.is_guided = self.is_void = self.has_ended = False
         self._columns = columns
-        # Columns of prompts' rows. They are appended to `_columns` when it is next read.
+        # Columns of prompts' rows, which are appended to `_columns` at the next read.
         self._prompts: tuple[list[int], ...] = ()
         # The rows that yield the first tokens of prompts.
         self._last_rows: list[int] = []
@@ -148,22 +149,22 @@ class StepPlan:
 
     @property
     def tenant_rows(self) -> Counter[TenantState]:
-        """How many rows each tenant has. The step reads and writes only these tenants' regions.
+        """The number of rows of each tenant. The step reads and writes only these tenants' regions.
 
-        Read this only when the plan is complete: the rows are counted only once.
+        Read this only when the plan is complete, because the rows are counted once.
         """
         if self.chunks and self._tenant_rows is self._roster.tenant_rows:
             self._tenant_rows = Counter(map(_TENANT, self.sequences))
         return self._tenant_rows
 
     def count_tenants(self, sequences: list[LiveSequence]) -> Counter[TenantState]:
-        """Return how many of these sequences, some or all of the step's, each tenant has."""
+        """Return each tenant's number of `sequences`, which are some or all of the step's."""
         # Usually `sequences` are all sequences of the step, with one row each.
         return self.tenant_rows if len(sequences) == len(self) else Counter(map(_TENANT, sequences))
 
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:
         """Append rows for the next `count` positions of a prompt."""
-        # Rows of one prompt are contiguous and ascending, so its tokens and blocks are slices.
+        # A chunk's positions are consecutive, so its tokens and blocks are slices.
         first_row, begin = len(self.sequences), sequence.next_position
         end = begin + count
         if not self.chunks:
@@ -179,7 +180,7 @@ class StepPlan:
         blocks += [sequence.blocks[position // PAGE] for position in range(begin, end)]
         tables += [sequence.table] * count
         self.chunks.append((sequence, first_row, count))
-        # The sequence's first rows: the harness sets up its constant fields with this step.
+        # These are the sequence's first rows.
         if begin == sequence.reused:
             self.joined.append(sequence)
         sequence.next_position = end

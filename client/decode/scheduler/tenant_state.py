@@ -1,4 +1,4 @@
-"""The scheduler's state of one tenant: its queue, its live sequences, its region's blocks, counters and rebinds."""
+"""The scheduler's state of a tenant: its queue, its live sequences, its region's blocks, and its counters."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
 
 NO_BLOCK: Final = -1
-"""Stands for a block that its sequence has freed because it is before the sequence's window."""
+"""Replaces the number of a block that its sequence has freed because it is before the window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class UnadmittedRequest:
         deadline_s: The time until which it may wait, in monotonic seconds.
         number: Its number in the order of arrivals.
         preemptions: How often the request was preempted.
-        is_paid: Whether its tenant was charged for its prompt at an earlier admission.
+        is_paid: Whether its prompt was charged at an earlier admission.
         keys: The keys of its prompt's full blocks in its tenant's region; None until they are needed.
     """
 
@@ -39,14 +39,14 @@ class UnadmittedRequest:
 
 
 class SequenceColumns:
-    """The values of live sequences that each step uses, as columns with one entry per row of the block tables.
+    """Values of live sequences as columns, with one entry per row of the block tables.
 
-    A step may have a thousand rows; numpy updates them all at once. For single sequences, `LiveSequence` reads and
-    writes them.
+    A step may have a thousand rows, and numpy updates them together. `LiveSequence` has properties for a single
+    sequence's entries, and describes `next_position`, `row` and `acts_at`.
 
     Attributes:
         planned: The columns that planning reads, as one array: the columns of a `StepPlan` in the same order, then
-        `token_count` and `special_at`. next_position, row, acts_at: As in `LiveSequence`.
+            `token_count` and `special_at`.
         token_count: The number of its tokens so far, including the prompt's.
         last_token: The last of these tokens.
         block: While it decodes, the block of its next row, unless that row is at `special_at` or later.
@@ -54,7 +54,7 @@ class SequenceColumns:
     """
 
     def __init__(self, tables: int) -> None:
-        """Begin with zeros: a sequence sets its values when it is admitted."""
+        """Begin with zeros. A sequence sets its entries when it is admitted."""
         self.planned: NDArray[np.int64] = np.zeros((7, tables), np.int64)
         self.next_position, self.last_token, self.row, self.block, own, self.token_count, self.special_at = self.planned
         own[:] = np.arange(tables)
@@ -68,23 +68,22 @@ class LiveSequence:
         request: The request.
         tenant: Its tenant.
         table: Its row of the block tables, which no other live sequence has.
-        blocks: Its blocks, as indexes within the tenant's region (`RegionBlocks`), in the order of its positions. More
-            are added as it grows.
+        blocks: Its blocks so far, as indexes in the tenant's region (`RegionBlocks`), in the order of its positions.
         keys: The keys of its full blocks (`RegionBlocks`), the prompt's first; [] if nothing is reused.
-        freed_blocks: How many of its first blocks it has freed, because they are before its window. Their entries are
+        freed_blocks: How many of its first blocks it has freed because they are before its window. Their entries are
             NO_BLOCK.
-        published: How many of its first blocks other sequences can find, or could find when the sequence got them.
-        reused: Number of its first positions that were already computed; its own rows begin after them.
+        published: How many of its first blocks were published, by this sequence or by others.
+        reused: Number of its first positions that were already computed. Its own rows begin after them.
         reusable: Maximum number of positions that it may reuse.
         prefix: The shared prefix that it uses; "" for none.
         is_following: Whether it waits for another sequence that is computing the next block of its prompt.
         number: Its number in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
         prompt_length: Number of tokens of the prompt.
-        last: The last position that can have a row. That row yields the last token to be emitted.
+        last: The last position that can have a row, which yields the last token.
         filled: Number of positions of the prompt that answered steps have computed.
         preemptions: How often the request was preempted.
-        is_ended: Whether the request ended; the results of its rows in progress are discarded.
+        is_ended: Whether it has ended. The results of its rows in unanswered steps are discarded.
         end_tokens: Tokens that end it.
         is_guided: Whether its request has a guide.
     """
@@ -127,10 +126,9 @@ class LiveSequence:
         self.end_tokens, self.is_guided = end_tokens, request.guide is not None
         self.tokens = list(request.token_ids)
         self.prompt_length = len(self.tokens)
-        # The row at the last position yields the last token to emit, and that token is never computed.
+        # The row at the last position yields the last token, which itself has no row.
         self.last = request.positions - 1
-        # `next_position` moves when a row is planned, `filled` when its step is answered: they differ by the rows in
-        # flight.
+        # `next_position` increases when a row is planned, and `filled` when the row's step is answered.
         self._columns = columns
         columns.token_count[table], columns.last_token[table] = self.prompt_length, self.tokens[-1]
         self.filled = self.next_position = 0
@@ -154,7 +152,7 @@ class LiveSequence:
 
     @property
     def row(self) -> int:
-        """Its row in the last step that has one. That row's result is the token at `next_position`."""
+        """Its row in the last step that has one. The row's result is the token at `next_position`."""
         return int(self._columns.row.item(self.table))
 
     @row.setter
@@ -179,12 +177,12 @@ class LiveSequence:
     @property
     def length(self) -> int:
         """The number of positions with keys and values that answered steps have computed."""
-        # After the prompt, every known token but the newest has been computed.
+        # After the prompt, every known token except the last has been computed.
         return self.filled if self.filled < self.prompt_length else len(self.tokens) - 1
 
     @property
     def prompt_rows(self) -> int:
-        """The number of positions of its prompt that can have a row now. The last position also waits for the guide."""
+        """The number of its prompt's positions that can have a row now. The last one also waits for the guide."""
         if self.is_following:
             return 0
         guide = self.request.guide
@@ -196,26 +194,26 @@ class TenantState:
 
     Attributes:
         config: Its limits.
-        limiter: Limits how often its region is rebuilt, because each time its replays take rows from other tenants.
+        limiter: Limits how often its region is rebuilt, because replays take rows from other tenants.
         reuses: Whether its prompts reuse blocks that are already computed.
         waiting: Requests that wait, in the order in which they are admitted.
         live: Live sequences by their requests' ids, in the order of their admissions.
         prefilling: Live sequences with prompt positions for which no step has a row, in the same order.
         blocks: The blocks of its region; none while it has no region.
         reused_tokens: Number of prompt tokens whose keys and values were in the region already.
-        gpu_s: Its share of the engine's busy seconds. Each step's time is divided in proportion to the tenants' rows.
+        gpu_s: Its part of the engine's busy seconds. A step's time is divided in proportion to the tenants' rows.
         needs_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.
         counter: Its weighted virtual counter: tokens of admitted prompts and emitted tokens, divided by its weight.
         is_contending: Whether, at the last admission, its first request waited only for a table of the engine.
-        prefilled: Number of rows that its prompts got, divided by its weight, and raised like `counter`.
+        prefilled: Number of rows of its prompts, divided by its weight, and raised like `counter`.
         price: What one token adds to the counters: the reciprocal of its weight.
     """
 
     def __init__(self, config: TenantConfig, limiter: CellRate, *, reuses: bool = True) -> None:
         self.config, self.limiter, self.reuses = config, limiter, reuses
-        # Replays are at the front of this queue, in their order; new requests join at its end.
+        # Replays are at the front of this queue.
         self.waiting: deque[UnadmittedRequest] = deque()
         self.live: dict[str, LiveSequence] = {}
         self.prefilling: list[LiveSequence] = []
@@ -226,7 +224,7 @@ class TenantState:
         self.needs_permit = self.is_held = self.is_contending = False
         self.parked: list[LiveSequence] = []
         self.counter = self.prefilled = 0.0
-        # Counters grow by tokens over weight: of two tenants, the one with twice the weight gets twice the tokens.
+        # A counter grows by tokens divided by weight. So a tenant with twice the weight gets twice the tokens.
         self.price = 1 / config.weight
 
     def fits(self, waiting: UnadmittedRequest) -> bool:
@@ -234,14 +232,15 @@ class TenantState:
         return len(self.live) < self.config.max_concurrent and self.lacking(waiting) <= 0
 
     def lacking(self, waiting: UnadmittedRequest) -> int:
-        """Return how many blocks a request's prompt lacks; 0 or less if it has room."""
-        # Leave one block for each live sequence that may need more, so that an admission does not cause a preemption.
+        """Return how many blocks a request's prompt needs more than there are; 0 or less if there is room."""
+        # Leave one block for each live sequence that may need another, so that an admission does not cause a
+        # preemption.
         growing = sum(len(sequence.blocks) < sequence.request.blocks for sequence in self.live.values())
         request, room = waiting.request, self.blocks.available - growing
         lacking = request.prompt_blocks - room
         if lacking <= 0 or not self.region_blocks or not request.reusable_blocks:
             return lacking
-        # Blocks that are already computed need no room, except cached ones, which `available` has counted.
+        # Blocks that are already computed need no room, except cached ones, which count as available.
         keys = self.keys_of(waiting)[: request.reusable_blocks]
         _, shared = self.blocks.find_shared(keys)
         published, reusable = self.blocks.find(keys[shared:])
@@ -285,18 +284,17 @@ class TenantState:
 
     @property
     def evictions(self) -> int:
-        """How many cached blocks were freed because their place was needed, in all regions that the tenant has had."""
+        """Number of cached blocks that were freed to make room, in all regions of the tenant so far."""
         return self._evictions + self.blocks.evictions
 
     def blocks_to_save(self) -> list[int]:
-        """Return the blocks with keys and values of live sequences, and forget the contents of all others.
+        """Return the blocks of live sequences that must be saved, and forget cached blocks.
 
-        Call this only while no step with the tenant's rows is in progress.
+        Call this only while no unanswered step has rows of the tenant.
         """
-        # Cached blocks are not saved: copying them would take longer than reusing them saves.
+        # To save cached blocks would take longer than their reuse saves.
         self.blocks.forget()
-        # Only blocks up to the last planned position have contents. Several sequences may share a block. Blocks of
-        # shared prefixes stay where they are.
+        # Only blocks up to the last planned position have contents. Blocks of shared prefixes are in other regions.
         live, size = self.live.values(), self.blocks.size
         blocks = {block for sequence in live for block in sequence.blocks[: -(-sequence.next_position // PAGE)]}
         return sorted(block for block in blocks if NO_BLOCK < block < size)

@@ -1,1 +1,1 @@
-"""Kubernetes' Dynamic Resource Allocation: a prepared ResourceClaim is a lease."""
+"""A driver for Kubernetes' Dynamic Resource Allocation, in which a prepared ResourceClaim holds leases."""

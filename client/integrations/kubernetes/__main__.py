@@ -20,8 +20,8 @@ from gpulease.imports import end_imports
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
 LEASE_S: Final = 600.0
-"""Duration in seconds of a claim's lease, which is renewed. The driver may be down for this long, and a lease that
-nobody frees lasts this long."""
+"""Duration in seconds of a claim's lease, which the driver renews. The driver may be down for this time. A lease that
+is not freed lasts at most this long."""
 
 
 @click.group(cls=CommandGroup)
@@ -94,7 +94,7 @@ def serve(
     from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 
     end_imports()
-    # Install the handlers first, so that a signal during the start does not kill the driver halfway through a claim.
+    # Install the handlers first, so that no signal during the start kills the driver while it prepares a claim.
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -105,8 +105,8 @@ def serve(
     cluster = KubernetesCluster.of_pod() if api_server is None else KubernetesCluster(api_server, api_token, api_ca)
     files = NodeFiles(folder / "state", cdi)
     claims = ClaimLeases(address, node, files, cluster, _write_status, lease_s=lease_secs, shares_users=share_users)
-    # Restore files before the kubelet can connect, because it may restart containers at any time. Then renew leases,
-    # which may be about to expire.
+    # Restore containers' files before the kubelet can connect, because the kubelet may restart containers at any time.
+    # Then renew leases that may soon expire.
     claims.restore()
     claims.keep()
     cards = NodeCards(address, claims.lease_ids)
@@ -122,10 +122,10 @@ def serve(
             ) from None
 
     plugin = listening()
-    # Publish only when the driver listens, because the scheduler assigns claims as soon as there is a slice.
+    # Publish slices after the driver listens, because the scheduler then assigns claims at once.
     publisher = SlicePublisher(cluster, node, lambda: list(map(device_of, cards.read())), _write_status)
     _write_status(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
-    # If leases are short, renew three times in a lease's duration.
+    # Short leases are renewed three times in their duration.
     renew_s = min(RENEW_S, lease_secs / 3)
     try:
         next_renewal = time.monotonic() + CHECK_INTERVAL_S
@@ -134,7 +134,7 @@ def serve(
             if time.monotonic() >= next_renewal or claims.has_news.is_set():
                 claims.keep()
                 next_renewal = time.monotonic() + renew_s
-            # If the slices are no longer published, end this process, so that the cluster restarts the pod.
+            # If a bug has ended the publisher, end this process, so that the cluster restarts the pod.
             if not publisher.is_alive:
                 raise MissingPrerequisite("the ResourceSlices are no longer published: the log says why")
             # A restart of the kubelet or a clean-up of its folder may remove the sockets.

@@ -1,12 +1,11 @@
-"""Leases of claims: preparing a claim acquires them, unpreparing it frees them and waits for the proof.
+"""Acquires a claim's leases when it is prepared, renews them, and frees them when it is unprepared.
 
-A claim is prepared in steps: acquire a short lease for each device, as the user that the pod runs as, and record each
-before acquiring the next; extend the leases to their full duration; write the files for containers; mark the record as
-ready. If the driver is killed in between, it leaves the recorded leases and at most one other, which expires within
-FIRST_LEASE_S. If the daemon supports request ids, it returns that other lease to the next attempt.
+Each lease is at first short, and is recorded on the disk before the next one is acquired. When all are acquired, they
+are extended and the record is marked as ready. So if the driver is killed in between, at most one lease is not
+recorded, and it expires within FIRST_LEASE_S. A daemon that supports request ids returns that lease to the next
+attempt.
 
-While a claim is prepared its leases are renewed every RENEW_S, so they survive an upgrade of the driver. If a claim is
-deleted while its node is cut off, its leases expire, at the latest one lease's duration later.
+If a claim is deleted while its node is cut off, its leases are no longer renewed and expire.
 """
 
 import hashlib
@@ -53,17 +52,17 @@ FIRST_LEASE_S: Final = 30.0
 """Duration in seconds of a lease that is not recorded yet. If the driver is killed, such a lease soon expires."""
 
 PROOF_LIMIT_S: Final = 30.0
-"""Longest wait, in seconds, for memory to be proved free. The kubelet waits 45 s for the whole request, then
+"""Maximum seconds to wait until a claim's memory is proved free. The kubelet waits 45 s for the request, and then
 retries."""
 
 LEAST_PROOF_S: Final = 1.0
-"""Minimum number of seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
+"""Minimum seconds to wait for each lease of a claim, even if earlier leases took all of PROOF_LIMIT_S."""
 
 _USERS_LOCK: Final = "users"
 
 
 class LeaseRevokedByOperator(GpuLeaseError):
-    """An operator revoked a lease of a prepared claim. A restart of its pod must not acquire another one."""
+    """An operator revoked a lease of a prepared claim. The claim is not prepared again."""
 
     default_hint = "Delete the pod. The audit log says who revoked it, and why"
 
@@ -76,7 +75,7 @@ class ClaimApi(Protocol):
 
 
 class ClaimLeases:
-    """Prepares claims on one node's daemon. Thread-safe; requests about the same claim run one after another."""
+    """Prepares and unprepares claims on one node. Thread-safe: requests for one claim are serialised."""
 
     def __init__(
         self,
@@ -107,9 +106,10 @@ class ClaimLeases:
         self._address, self._socket = address, Path(address.removeprefix("unix:"))
         self._node, self._files, self._cluster = node, files, cluster
         self._lease_s, self._on_message, self._shares_users = lease_s, on_message, shares_users
-        # The last report about each claim's devices, so that a report is written only when it changes.
+        # The last report about each claim's devices. An equal report is not written again.
         self._reported: dict[str, list[dict[str, Any]]] = {}
-        # Whether the API server has answered all requests of this round. If it is down, it must not delay renewals.
+        # Whether the API server has answered every request of this round. After a failure, the round makes no more
+        # requests to it.
         self._api_answers = True
         # Set when a claim was prepared and its devices are not reported yet.
         self.has_news = threading.Event()
@@ -121,18 +121,18 @@ class ClaimLeases:
         check_ref(ref)
         with self._files.locked(ref.uid):
             record = self._files.record(ref.uid)
-            # State 1: the record is left over from a killed driver or an earlier boot, or leases have expired. Free the
-            # remaining leases, then start over.
+            # Case 1: the record is of a killed driver or an earlier boot, or leases have expired. Free the remaining
+            # leases, then prepare the claim again.
             if record is not None and not self._is_whole(record):
                 self._end(record)
                 record = None
-            # State 2: the claim is not prepared. State 3: it is prepared, and the kubelet has repeated its request.
-            # Write the pod's files again, in case they were lost, and return the same devices.
+            # Case 2: the claim is not prepared. In case 3 it is prepared, and the kubelet has repeated its request. In
+            # both, write the pod's files and return the devices.
             if record is None:
                 record = self._acquire(ref)
             else:
                 self._files.write_container_files(record, self._socket)
-            # The kubelet expects a request's name in the pod, without the alternative that the scheduler chose.
+            # The kubelet expects the request's name without the alternative that the scheduler chose.
             return [
                 PreparedDevice(
                     device.main_request, device.pool, device.device, cdi_id(record.uid, number), device.share_id
@@ -149,7 +149,7 @@ class ClaimLeases:
                 self._end(record)
 
     def lease_ids(self) -> set[str]:
-        """Return the ids of the leases that claims hold, in the form of reports. Skips records that can't be read."""
+        """Return the ids of claims' leases, as in reports. Skips records that can't be read."""
         return {device.lease_id for record in self._files.readable_records() for device in record.leases}
 
     # --- while claims are prepared ---
@@ -168,7 +168,7 @@ class ClaimLeases:
         """Renew the leases of prepared claims, and report their states.
 
         A failure for one claim is logged, and the next call tries again. A claim that is being prepared or unprepared
-        is skipped, because waiting for it could take long and would delay the others.
+        is skipped, so that it does not delay the others.
         """
         self.has_news.clear()
         uids, self._api_answers = self._files.uids(), True
@@ -185,8 +185,7 @@ class ClaimLeases:
         self._reported = {uid: report for uid, report in self._reported.items() if uid in uids}
 
     def _keep(self, record: PreparedClaim) -> None:
-        # A claim that was deleted, and perhaps created again, has no pod on this node. Stop renewing its leases, unless
-        # the API server does not answer.
+        # A claim that was deleted, and perhaps created again, has no pod on this node. Do not renew its leases.
         if self._is_deleted(record):
             self._on_message(f"claim {record.uid} was deleted: its leases are not renewed")
             return
@@ -221,7 +220,7 @@ class ClaimLeases:
             except Disconnected:
                 raise
             except GpuLeaseError as error:
-                # This is not fatal, because the lease may have ended by now. The lease's report decides.
+                # The lease may have ended, which its report will show.
                 self._on_message(f"lease {device.lease_id} is not renewed: {error}")
         report = self._report_of(device)
         return report["state"] == "active", str(report.get("cause") or report["state"])
@@ -229,9 +228,9 @@ class ClaimLeases:
     # --- leases ---
 
     def _acquire(self, ref: ClaimRef) -> PreparedClaim:
-        # Before the first lease, check everything that can be refused: the claim, its cards, and its users.
+        # Check the claim, its cards and its users before the first lease.
         requested = parse_claim(self._cluster.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
-        # The scheduler knows cards by their device names, the daemon by their UUIDs.
+        # The scheduler uses device names for cards, and the daemon UUIDs.
         cards = {
             device_name(card["uuid"]): card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty(), self._address))
         }
@@ -241,13 +240,13 @@ class ClaimLeases:
             )
         record = self._reserve_users(ref, requested)
         try:
-            # Step 1: acquire a short lease for each device, and record it on the disk before requesting the next.
+            # Step 1: acquire a short lease for each device, and record it on the disk before the next.
             for user in record.users:
                 numbered = [(number, device) for number, device in enumerate(requested.devices) if device.user == user]
                 for extended in self._acquired(record, user, numbered, cards):
                     record = extended
                     self._files.save(record)
-            # Put the devices into the claim's order, by which CDI devices are numbered.
+            # Sort the devices in the claim's order, by which CDI devices are numbered.
             order = {(device.main_request, device.number): place for place, device in enumerate(requested.devices)}
             devices = sorted(record.devices, key=lambda device: order[device.main_request, device.number])
             record = replace(record, devices=tuple(devices))
@@ -257,20 +256,20 @@ class ClaimLeases:
                 ttl_ms = milliseconds(max(min(ttl_s, self._lease_s), FIRST_LEASE_S), "the lease", least_ms=1)
                 ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(device.lease_id), ttl_ms), self._address)
             self._files.write_container_files(record, self._socket)
-            # Step 3: mark the record as ready. Only then reply to the kubelet, because it may start a pod at once.
+            # Step 3: mark the record as ready, before the kubelet gets a reply and starts the pod.
             record = replace(record, is_ready=True)
             self._files.save(record)
             self.has_news.set()
             return record
         except BaseException:
-            # Leases that can't be ended now stay in the record, for the kubelet's next request.
+            # Leases that can't be ended now stay in the record until the kubelet's next request.
             self._end(record)
             raise
 
     def _reserve_users(self, ref: ClaimRef, requested: ClaimRequest) -> PreparedClaim:
-        """Record a claim without leases, unless one of its users belongs to another namespace. Raises UnusableClaim.
+        """Record a claim without leases. Raises UnusableClaim if one of its users belongs to another namespace.
 
-        The user is the leases' tenant: containers of the same user can use each other's leases.
+        The user is the leases' tenant, so containers of the same user can use each other's leases.
         """
         users = tuple(dict.fromkeys(device.user for device in requested.devices))
         with self._files.locked(_USERS_LOCK):
@@ -283,7 +282,7 @@ class ClaimLeases:
                         "if namespaces may use each other's leases",
                     )
             record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, requested.claim, users)
-            # The record has no lease yet, so it may be lost in a crash of the host.
+            # A record without leases need not survive a crash of the host.
             self._files.save(record, is_synced=False)
             return record
 
@@ -312,22 +311,23 @@ class ClaimLeases:
     def _is_whole(self, record: PreparedClaim) -> bool:
         """Return whether all leases of a claim are active, so that it need not be prepared again.
 
-        The kubelet prepares a claim before it creates the pod's sandbox, so no container uses a lease that has ended.
+        If not, no container uses the leases that have ended, because the kubelet prepares a claim before it creates the
+        pod's sandbox.
 
         Raises LeaseRevokedByOperator.
         """
-        # The claim is not fully prepared, or was prepared before a reboot, which no lease survives.
+        # The claim was not fully prepared, or the host has been restarted.
         if not record.is_ready or record.boot_id != boot_id():
             return False
         reports = list(map(self._report_of, record.leases))
-        # An expired lease is replaced. A revocation is an operator's decision, and a restart must not undo it.
+        # An expired lease is replaced. A revoked one is not, because an operator has decided so.
         for device, report in zip(record.leases, reports, strict=True):
             if report["cause"] == REVOKED:
                 raise LeaseRevokedByOperator(f"an operator revoked the lease {device.lease_id} of this claim")
         return all(report["state"] == "active" for report in reports)
 
     def _end(self, record: PreparedClaim) -> None:
-        """Free a record's leases, wait until every byte is proved free, then delete the record.
+        """Free a record's leases, wait until their memory is proved free, and delete the record.
 
         Raises NotProvedFree.
         """
@@ -370,5 +370,5 @@ def _report(device: LeasedDevice, is_active: bool, state: str) -> dict[str, Any]
 
 
 def _boottime_s() -> float:
-    # This clock continues while the host sleeps, and restarts only with another boot id.
+    # This clock continues while the host sleeps, and restarts only with a new boot id.
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,6 @@
-"""The requests that the driver makes to the cluster's API server, through lightkube.
+"""The driver's requests to the cluster's API server, through lightkube.
 
-Objects are plain maps, so that reading an object keeps fields that the client library does not know.
+Objects are plain maps, so that fields that lightkube does not know are kept.
 """
 
 import os
@@ -22,11 +22,11 @@ from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefu
 from gpulease.client.integrations.kubernetes.resource_pool import API, DRIVER
 
 API_LIMIT_S: Final = 10.0
-"""Longest wait for the API server in seconds. The kubelet waits 45 s for the whole request."""
+"""Maximum seconds to wait for the API server. The kubelet waits 45 s for the whole request."""
 
 WATCH_S: Final = 300
-"""Seconds after which the server ends a watch. The driver then continues it on another connection, so a lost connection
-goes unnoticed for at most this long."""
+"""Seconds after which the server ends a watch, which the driver then continues on another connection. A lost connection
+is noticed within this time."""
 
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _GROUP, _VERSION = API.split("/")
@@ -68,9 +68,9 @@ class KubernetesCluster:
             return dict(self._client.get(_Claim, name, namespace=namespace))
 
     def report_devices(self, namespace: str, name: str, uid: str, devices: list[dict[str, Any]]) -> None:
-        """Write this driver's entries of a claim's status.devices. Entries of other drivers stay.
+        """Write this driver's entries of a claim's status.devices. Entries of other drivers are not changed.
 
-        If the claim has another uid, because it was deleted and created again, the server refuses with 409.
+        If the claim was deleted and created again, it has another uid, and the request fails with the code 409.
         """
         body = {
             "apiVersion": API,
@@ -78,8 +78,8 @@ class KubernetesCluster:
             "metadata": {"name": name, "namespace": namespace, "uid": uid},
             "status": {"devices": devices},
         }
-        # This is a server-side apply: the server merges the list by driver, pool and device, and removes entries that
-        # this driver wrote earlier and now leaves out.
+        # This is a server-side apply. The server merges the list by driver, pool and device, and removes earlier
+        # entries of this driver that are not in the body.
         with _refusals(f"the status of the claim {namespace}/{name}"):
             self._client.patch(_Claim.Status, name, body, namespace=namespace, patch_type=PatchType.APPLY, force=True)
 

@@ -1,8 +1,8 @@
-"""The services that the kubelet calls over Unix sockets: plugin registration v1, DRA v1 and v1beta1, devices' health.
+"""The services that the kubelet calls over Unix sockets: plugin registration, DRA, and devices' health.
 
-Messages are built from the descriptors below, so no .proto compiler is needed. The kubelet's `pkg/apis/dra`,
+Message classes are built from the descriptors below, without a .proto compiler. The kubelet's `pkg/apis/dra`,
 `pkg/apis/dra-health` and `pkg/apis/pluginregistration` define the fields' numbers. DRA v1 differs from v1beta1 only in
-`share_id`; the two versions of the health service differ only in their names.
+`share_id`. The two versions of the health service differ only in their names.
 """
 
 import os
@@ -24,33 +24,31 @@ DRA_VERSIONS: Final = ("v1", "v1beta1")
 """The supported versions of the DRA service, newest first. The kubelet chooses one."""
 
 HEALTH_VERSIONS: Final = ("v1", "v1alpha1")
-"""The supported versions of the health service, newest first. A kubelet uses it if its gate ResourceHealthStatus is
-on."""
+"""The supported versions of the health service, newest first. A kubelet uses the service if its feature gate
+ResourceHealthStatus is on."""
 
 HEALTH_S: Final = 10.0
-"""Seconds between two reports of the devices' health; a change is reported within HEALTH_POLL_S."""
+"""Seconds between two reports of unchanged health. A change is reported within HEALTH_POLL_S."""
 
 HEALTH_POLL_S: Final = 1.0
 
 HEALTH_TIMEOUT_S: Final = 30
-"""Seconds after the last report when the kubelet begins to consider a device's health unknown."""
+"""Seconds after the last report from which the kubelet treats a device's health as unknown."""
 
 MAX_HEALTH_WATCHES: Final = 4
-"""Maximum number of health streams that are open at the same time, because each takes a thread. A kubelet needs one."""
+"""Maximum number of open health streams. Each takes a thread, and a kubelet needs one."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest request in bytes. A claim's reference has a few hundred bytes, and a request has the claims of one pod."""
+"""Maximum bytes of a request. A request has the claims of one pod, with a few hundred bytes each."""
 
 MAX_CLAIMS: Final = 256
-"""Maximum number of claims in one request. Each becomes a process on the GPU; a pod has a handful of claims."""
+"""Maximum number of claims in one request. A pod has a few claims."""
 
 SERVICE_THREADS: Final = 8
-"""Number of requests that are served at the same time, so that a request that waits for proof that memory is free does
-not delay others.
-"""
+"""Number of requests that are served at the same time. A request may wait long for the proof that memory is free."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Seconds for which requests in flight may continue when the driver stops."""
+"""Maximum seconds for requests in flight when the driver stops."""
 
 _STRING: Final = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BOOL: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BOOL
@@ -63,7 +61,7 @@ _REPEATED: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 
 @dataclass(frozen=True, slots=True)
 class ClaimRef:
-    """A claim's reference as the kubelet sent it. It is not checked."""
+    """A claim's reference as the kubelet sent it, without any check."""
 
     namespace: str
     uid: str
@@ -72,7 +70,7 @@ class ClaimRef:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """A part of a card that is prepared for one request of a claim; `cdi_id` is its CDI device."""
+    """A part of a card that is prepared for one request of a claim. `cdi_id` is the name of its CDI device."""
 
     request: str
     pool: str
@@ -83,7 +81,7 @@ class PreparedDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceHealth:
-    """A device's health. If `is_healthy` is None, it is unknown."""
+    """A device's health; None for `is_healthy` if it is unknown."""
 
     pool: str
     device: str
@@ -92,7 +90,7 @@ class DeviceHealth:
 
 
 class DraDriver(Protocol):
-    """Prepares and unprepares claims for the services. The texts of its errors are shown in the pod's events."""
+    """The interface that prepares and unprepares claims. The texts of its errors are shown in the pod's events."""
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
         """Prepare a claim's devices. A repeated call returns the same devices."""
@@ -144,13 +142,13 @@ def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
         "NodeUnprepareResourceResponse": [_field("error", 1)],
     }
     file = _file(package, messages)
-    # map<string, NodePrepareResourceResponse> claims = 1: on the wire, a repeated nested message.
+    # `map<string, NodePrepareResourceResponse> claims = 1` is a repeated nested message on the wire.
     for verb in ("Prepare", "Unprepare"):
         reply = file.message_type.add(name=f"Node{verb}ResourcesResponse")
         reply.nested_type.append(_map_entry("ClaimsEntry", f".{package}.Node{verb}ResourceResponse"))
         reply.field.add(**_field("claims", 1, f".{package}.{reply.name}.ClaimsEntry", _REPEATED))
     if version == "v1":
-        # In proto3 an optional field is in a separate oneof.
+        # In proto3, an optional field is in a oneof of its own.
         (device_message,) = (message for message in file.message_type if message.name == "Device")
         device_message.oneof_decl.add(name="_share_id")
         device_message.field.add(**_field("share_id", 5), proto3_optional=True, oneof_index=0)
@@ -162,7 +160,7 @@ UNKNOWN, HEALTHY, UNHEALTHY = range(3)
 
 
 def _health_file(version: str) -> descriptor_pb2.FileDescriptorProto:
-    # The package's name is only the version.
+    # The package's name is the version alone.
     health = [
         _field("device", 1, f".{version}.DeviceIdentifier"),
         _field("health", 2, _ENUM) | {"type_name": f".{version}.HealthStatus"},
@@ -242,8 +240,8 @@ class KubeletPlugin:
             registry: The folder in which the kubelet looks for plugins' sockets.
             folder: The folder for the socket of the DRA service.
             on_message: Called with messages for the log.
-            instance: The uid of the driver's pod. It is part of the sockets' names, so that two drivers can serve one
-                kubelet during a rolling update. The kubelet uses the newer one.
+            instance: The uid of the driver's pod. It is part of the sockets' names, so that two drivers can run during
+                a rolling update. The kubelet uses the newer one.
         """
         part = f"-{instance}" if instance else ""
         self.socket = folder / f"dra{part}.sock"
@@ -251,7 +249,7 @@ class KubeletPlugin:
         self._driver, self._claims, self._health, self._on_message = driver, claims, health, on_message
         self._stopped = threading.Event()
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        # Separate servers, because the kubelet expects registration and service at different sockets.
+        # The kubelet expects registration and service at different sockets, so there are two servers.
         self._servers = [
             grpc.server(ThreadPoolExecutor(SERVICE_THREADS + MAX_HEALTH_WATCHES), options=options) for _ in range(2)
         ]
@@ -259,11 +257,11 @@ class KubeletPlugin:
         services = [*map(self._dra_handlers, DRA_VERSIONS), *map(self._health_handlers, HEALTH_VERSIONS)]
         self._servers[0].add_generic_rpc_handlers(tuple(services))
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
-        # The DRA service starts first: the kubelet calls it as soon as it finds the registration socket.
+        # Start the DRA service first, because the kubelet calls it as soon as it finds the registration socket.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
-            # Remove the file that a killed driver has left; raise if another process listens there.
+            # Remove the file that a killed driver has left. Raises OSError if another process listens there.
             remove_abandoned(str(path))
-            # With mode 0600 only root, as which the kubelet runs, may connect.
+            # The kubelet runs as root, and with mode 0600 only root may connect.
             mask = os.umask(0o177)
             try:
                 server.add_insecure_port(f"unix:{path}")
@@ -294,7 +292,7 @@ class KubeletPlugin:
                     for device in self._claims.prepare(ref):
                         _add_device(claim_answer, device)
                 except Exception as error:
-                    # Remove a partial list of devices, which would look like a success.
+                    # Remove a partial list of devices, which would count as a success.
                     claim_answer.Clear()
                     claim_answer.error = self._logged("prepare", ref, error)
             return answer  # type: ignore[no-any-return]

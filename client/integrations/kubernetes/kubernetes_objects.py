@@ -1,7 +1,7 @@
-"""The devices that the scheduler allocated to a ResourceClaim on this node, parsed and checked.
+"""Parses and checks the devices that the scheduler allocated to a ResourceClaim on this node.
 
-Cards have consumable capacity (KEP-5075): the scheduler assigns parts of one card's `vram` to several claims. The
-daemon checks each lease again, so that a scheduler with outdated data can't assign a byte twice.
+A card has consumable capacity (KEP-5075): the scheduler assigns parts of the card's `vram` to several claims. Each part
+becomes a lease, so the daemon checks again that no byte is assigned twice.
 """
 
 import math
@@ -19,13 +19,13 @@ PARAMETERS_API: Final = "gpulease.internal/v1"
 PARAMETERS_KIND: Final = "LeaseParameters"
 
 POD_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/pod-claim-name"
-"""The annotation with the claim's name in the pod, if Kubernetes made the claim from a template."""
+"""The annotation of a claim that was made from a template, with the claim's name in the pod."""
 
 MAX_DEVICES: Final = 32
 """Kubernetes' limit on the devices of one claim. Each device becomes a process."""
 
 MAX_USER: Final = 2**32 - 2
-"""Largest user id. The next number means "unchanged" in setresuid(2)."""
+"""Largest user id. The next number means "do not change" in setresuid(2)."""
 
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LABEL: Final = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -40,7 +40,7 @@ _SCALE: Final = {
 
 
 class UnusableClaim(GpuLeaseError):
-    """A claim can't be prepared: its author must change it, or the operator must change the driver's settings."""
+    """A claim can't be prepared until its author changes it, or an operator changes the driver's settings."""
 
     default_hint = "Compare the claim with client/integrations/kubernetes/README.md"
 
@@ -57,8 +57,8 @@ class DeviceRequest:
         size_bytes: The part's size; None for the whole card.
         share_id: Kubernetes' id of this share of the device; may be "".
         user: The user that the containers run as.
-        lease_s: Longest duration of the lease in seconds; None if it lasts as long as the claim is prepared.
-        is_admin: Whether it is an administrator's access, which takes no memory.
+        lease_s: Maximum seconds of the lease; None if it lasts as long as the claim is prepared.
+        is_admin: Whether it is an administrator's access, which has no lease.
     """
 
     request: str
@@ -73,7 +73,7 @@ class DeviceRequest:
 
     @property
     def main_request(self) -> str:
-        """The request's name in the pod, without the alternative that was chosen."""
+        """The request's name in the pod, which is without the chosen alternative."""
         return self.request.partition("/")[0]
 
 
@@ -86,7 +86,7 @@ class ClaimRequest:
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Raise UnusableClaim unless all three names have Kubernetes' form, because they become parts of paths."""
+    """Raise UnusableClaim unless namespace, name and uid have Kubernetes' form. They become parts of paths."""
     for label, text, form in (
         ("uid", ref.uid, _UID),
         ("namespace", ref.namespace, _NAMESPACE),
@@ -117,18 +117,18 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
 
     Args:
         claim: The object that the API server returned.
-        ref: The claim that the kubelet named. An object with the same name but another uid is another claim.
+        ref: The claim that the kubelet named.
         driver: This driver's name; devices of other drivers are ignored.
         pool: This node's pool.
     """
-    # A claim that was deleted and created again has the same name, but not the uid that the kubelet prepared.
+    # A claim that was deleted and created again has the same name, but another uid.
     uid = _at(claim, "metadata", "uid")
     if uid != ref.uid:
         raise UnusableClaim(
             f"the claim {ref.namespace}/{ref.name} has the uid {str(uid)[:64]}, not {ref.uid}",
             "It was deleted and created again: delete the pod as well",
         )
-    # The scheduler's result is in the status. The spec is only what the author requested.
+    # The scheduler's result is in the status. The spec has the author's request.
     allocated = _at(claim, "status", "allocation", "devices")
     # A claim may also have devices of other drivers.
     results = [entry for entry in _list(allocated, "results") if _at(entry, "driver") == driver]
@@ -136,10 +136,10 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
         raise UnusableClaim(
             f"a claim must have 1 to {MAX_DEVICES} devices of {driver} to be prepared, not {len(results)}"
         )
-    # A pool is one node's cards, so another pool means that the claim was allocated on another node.
+    # A pool has the cards of one node, so a claim with another pool was allocated on another node.
     if other_pools := {str(_at(entry, "pool"))[:64] for entry in results} - {pool}:
         raise UnusableClaim(f"the claim's devices belong to {', '.join(sorted(other_pools))}, but this node is {pool}")
-    # The list has the parameters of the class before those of the claim, so that the claim's override the class's.
+    # The class's parameters come before the claim's, so that the claim's override them.
     configs = [
         ([str(name) for name in _list(config, "requests")], _parameters(_at(config, "opaque", "parameters")))
         for config in _list(allocated, "config")
@@ -162,8 +162,8 @@ def _device(
     if not all(isinstance(text, str) and text for text in texts):
         raise UnusableClaim("a device of the claim has no request, pool or name")
     request, pool, device = map(str, texts)
-    # A configuration without requests applies to all requests; a configuration for a request applies to its
-    # alternatives, too.
+    # A configuration without requests applies to all requests. A configuration for a request also applies to its
+    # alternatives.
     chosen: dict[str, Any] = {}
     for requests, parameters in configs:
         if not requests or request in requests or request.partition("/")[0] in requests:
@@ -182,7 +182,7 @@ def _parameters(parameters: object) -> dict[str, Any]:
         raise UnusableClaim(f"the claim's parameters must be {PARAMETERS_API} {PARAMETERS_KIND}")
     assert isinstance(parameters, dict)
     values = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
-    # Refuse unknown keys: a misspelt key would silently have no effect.
+    # An unknown key is an error, because a misspelt key would have no effect.
     if unknown := values.keys() - {"user", "leaseSeconds"}:
         raise UnusableClaim(
             f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
@@ -192,8 +192,8 @@ def _parameters(parameters: object) -> dict[str, Any]:
 
 def _checked(parameters: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple[int, float | None]:
     user, lease_s = parameters.get("user"), parameters.get("leaseSeconds")
-    # Refuse root, which is an operator for the daemon. Only an administrator's claim may use it: the cluster admits
-    # such claims only in namespaces that an administrator has labelled.
+    # To the daemon, root is an operator. So only an administrator's claim may use root. The cluster admits such claims
+    # only in namespaces that an administrator has labelled.
     least = 0 if is_admin else 1
     if not isinstance(user, int) or isinstance(user, bool) or not least <= user <= MAX_USER:
         raise UnusableClaim(

@@ -1,4 +1,4 @@
-"""The daemon's cards as published to the cluster: the memory that claims may hold, and each card's problems."""
+"""Reads the daemon's cards for the cluster: the memory that claims may hold, and each card's problems."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -13,24 +13,24 @@ from gpulease.protocol.messages import Empty, Inventory
 from gpulease.protocol.opcodes import InventoryFlag
 
 _ATTEMPTS: Final = 3
-"""Number of tries to read the cards at a time when no lease is granted or ended."""
+"""Number of tries to read the cards while no lease is granted or ended."""
 
 
 class NodeCards:
-    """Reads the cards of one daemon, with the effects of leases, drains and faults."""
+    """Reads the cards of one daemon."""
 
     def __init__(self, address: str, lease_ids: Callable[[], Collection[str]]) -> None:
         """Prepare to read.
 
         Args:
             address: The daemon's address.
-            lease_ids: Returns the ids of the leases that claims of this node hold, in the form of reports.
+            lease_ids: Returns the ids of the leases of this node's claims, as in reports.
         """
         self._address, self._lease_ids = address, lease_ids
         self._last: list[PublishedCard] | None = None
 
     def read(self) -> list[PublishedCard]:
-        """Return the cards. If the daemon no longer answers, returns the last known cards, marked as unreachable.
+        """Return the cards. If the daemon does not answer, returns the last known cards, marked as unreachable.
 
         Raises GpuLeaseError if the daemon has never answered.
         """
@@ -53,7 +53,7 @@ class NodeCards:
         return [_health(card, pool) for card in cards]
 
     def _read(self) -> list[PublishedCard]:
-        # Read the leases before and after the cards: a lease that is granted in between would be missing from both the
+        # Read the leases before and after the cards. A lease that is granted in between would be missing in both the
         # free and the held bytes.
         leases = self._leases()
         for _ in range(_ATTEMPTS):
@@ -69,7 +69,7 @@ class NodeCards:
                 card = str(lease.get("card_uuid") or "")
                 leased_bytes[card] = leased_bytes.get(card, 0) + int(lease["size_bytes"])
         is_ready, checks = health_of(ask(Opcode.HEALTH, Empty(), self._address).report)
-        # Ignore the checks that depend on single cards, because the inventory describes each card.
+        # The inventory describes single cards, so ignore the checks that depend on them.
         is_sick = not is_ready and any(
             not check["ok"] for check in checks if check["check"] not in ("not_draining", "capacity")
         )
@@ -100,7 +100,7 @@ def _card(report: Mapping[str, Any], flags: int, leased_bytes: Mapping[str, int]
         troubles.append(Trouble.SICK)
     if report["fenced_bytes"] >= report["capacity_bytes"]:
         troubles.append(Trouble.FENCED)
-    # The inventory reports no free bytes for a drained node or card. Publish its full size; the taint shows the drain.
+    # The inventory reports no free bytes for a drained card. Publish the full size, because the taint shows the drain.
     free = report["capacity_bytes"] if is_drained else report["available_bytes"] + leased_bytes.get(report["uuid"], 0)
     return PublishedCard(
         report["uuid"], report["name"], report["driver"], min(free, int(report["capacity_bytes"])), tuple(troubles)

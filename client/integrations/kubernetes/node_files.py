@@ -1,8 +1,7 @@
-"""The files of `gpulease-dra` on its node: records of prepared ResourceClaims, containers' files, CDI specifications.
+"""The driver's files on its node: records of prepared ResourceClaims, files for containers, and CDI specifications.
 
-Each claim has a record, a folder with a file for each of its leases, and a specification. Each user has a folder that
-only that user can enter; in it, containers find the daemon's socket. Files are replaced atomically. The record is on
-the disk before anything is reported to the kubelet.
+Each claim has a record, a folder with a file for each of its leases, and a CDI specification. Each user has a folder
+that only this user can enter, with the daemon's socket. Files are replaced atomically.
 """
 
 import fcntl
@@ -24,12 +23,12 @@ from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
 
 CDI_VERSION: Final = "0.5.0"
-"""The oldest version that permits device names to begin with a digit, as uids may."""
+"""The oldest version of CDI in which a device's name may begin with a digit, like a uid."""
 
 CDI_KIND: Final = "gpulease.internal/lease"
 
 POD_FOLDER: Final = "/run/gpulease"
-"""Folder in each container. It contains `leases`, and `users/USER/daemon` with the daemon's socket."""
+"""Path in each container. The folder has `leases`, and `users/USER/daemon` with the daemon's socket."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Maximum number of bytes of a record. A record of 32 devices has about 10 KiB."""
@@ -58,10 +57,10 @@ class LeasedDevice:
         device: The device's name.
         share_id: Kubernetes' id of this share of the device, if several claims share it; else ''.
         user: The user that the containers run as, and the lease's tenant.
-        lease_id: The lease, 32 hex digits as in reports; "" for an administrator's access, which has no lease.
+        lease_id: The lease in 32 hex digits; "" for an administrator's access, which has no lease.
         size_bytes: The lease's size.
-        until_s: The time until which the lease is renewed, in seconds of CLOCK_BOOTTIME; None to renew it for as long
-            as the claim is prepared.
+        until_s: Until when the lease is renewed, in seconds of CLOCK_BOOTTIME; None for as long as the claim is
+            prepared.
     """
 
     request: str
@@ -114,7 +113,7 @@ class PreparedClaim:
 
 
 class NodeFiles:
-    """The driver's files in two folders: its own, and the one in which container runtimes look for CDI."""
+    """The driver's files, in its own folder `state` and in the container runtimes' folder `cdi`."""
 
     def __init__(self, state: Path, cdi: Path) -> None:
         """Create the folders. Only this user can read the driver's own folder."""
@@ -129,9 +128,9 @@ class NodeFiles:
 
     @contextmanager
     def locked(self, name: str, *, waits: bool = True) -> Iterator[bool]:
-        """Hold a lock during the block. It excludes other threads, and the other driver during a rolling update.
+        """Hold a lock during the block, against other threads and the other driver of a rolling update.
 
-        Yields False if `waits` is False and somebody else holds the lock.
+        Yields False if `waits` is False and the lock is held.
         """
         path = self._locks / name
         while True:
@@ -142,7 +141,8 @@ class NodeFiles:
                 os.close(descriptor)
                 yield False
                 return
-            # The previous holder may have removed the file by now. Then this descriptor's lock excludes nobody.
+            # If the previous holder has removed the file, the lock of this descriptor has no effect. Then open the file
+            # again.
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(descriptor).st_ino:
                     break
@@ -150,7 +150,7 @@ class NodeFiles:
         try:
             yield True
         finally:
-            # Remove the file while the lock is held, so that no files of past claims remain.
+            # Remove the file while the lock is held, so that claims leave no files behind.
             path.unlink(missing_ok=True)
             os.close(descriptor)
 
@@ -185,7 +185,7 @@ class NodeFiles:
                 document = _of_tokens(document)
             elif version != _RECORD_VERSION:
                 raise ValueError("another version")
-            # A copy of a record under another name would free another claim's leases.
+            # A record under another claim's name would free the wrong leases.
             if document["uid"] != path.stem:
                 raise ValueError("another claim's")
             # Unknown or missing members raise TypeError, and make the record unreadable.
@@ -203,7 +203,7 @@ class NodeFiles:
 
     def forget(self, uid: str) -> None:
         """Delete a claim's files, its record last. If it raises OSError, the record stays."""
-        # Remove the record last: while it exists, the claim can still be found and ended.
+        # Remove the record last. While it exists, the claim's leases can be found and ended.
         self._spec_path(uid).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._leases / uid)
@@ -217,7 +217,7 @@ class NodeFiles:
         for user in record.users:
             folder = self._users / str(user)
             folder.mkdir(mode=0o500, exist_ok=True)
-            # In a container, the folder of the daemon's socket is mounted here.
+            # In a container, the daemon's folder is mounted here.
             (folder / _DAEMON).mkdir(mode=0o555, exist_ok=True)
             # Only this user can enter the folder, so a container that runs as another user can't reach the socket.
             if os.stat(folder).st_uid != user:
@@ -247,7 +247,7 @@ def _lease_file(record: PreparedClaim, device: LeasedDevice) -> dict[str, Any]:
 
 
 def _of_tokens(document: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record of the version that gave pods tokens. Its leases will end, and the claim be prepared again."""
+    """Convert a record of the version that gave tokens to pods. Its leases end, and the claim is prepared again."""
     user = document["user"]
     defaults = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
     devices = [{name: lease[name] for name in _LEASE_MEMBERS_V1} | defaults for lease in document["leases"]]
@@ -256,7 +256,7 @@ def _of_tokens(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(record: PreparedClaim) -> None:
-    """Before a record's values are used, raise ValueError or TypeError if this driver can't have written it."""
+    """Raise ValueError or TypeError if this driver can't have written the record."""
     if not all(type(user) is int and 0 <= user <= MAX_USER for user in record.users):
         raise ValueError("its users must be user ids")
     if type(record.is_ready) is not bool:
@@ -281,15 +281,15 @@ def boot_id() -> str:
 
 
 def cdi_id(uid: str, number: int) -> str:
-    """Return the CDI name of a claim's device, by which a container runtime adds it to a container."""
+    """Return the CDI name of a claim's device, by which container runtimes find its specification."""
     return f"{CDI_KIND}={uid}-{number}"
 
 
 def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Path) -> dict[str, Any]:
     """Return the specification of a container's mounts: the daemon's socket and a file for each of its leases.
 
-    A runtime merges the specifications of a container's devices, so settings that several of them contain must be
-    equal. The container gets no device node of a GPU, because it could bypass the daemon with one.
+    A runtime merges the specifications of a container's devices, so they must not contradict each other. The container
+    gets no device node of a GPU, with which it could bypass the daemon.
     """
     devices = []
     for number, device in enumerate(record.devices):
@@ -297,7 +297,7 @@ def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Pa
         env = [f"{ADDRESS_VARIABLE}=unix:{of_user}/{_DAEMON}/{daemon_socket.name}"]
         mounts = [
             _mount(str(users / str(device.user)), of_user),
-            # Mount the folder, not the socket, because a daemon that restarts makes another socket.
+            # Mount the folder, because a daemon that restarts creates another socket in it.
             _mount(str(daemon_socket.parent), f"{of_user}/{_DAEMON}"),
         ]
         if device.lease_id:

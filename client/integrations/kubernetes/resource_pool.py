@@ -1,8 +1,8 @@
-"""The node's cards as a pool of devices, and the writes that make its ResourceSlices equal to that pool. Pure.
+"""Describes the node's cards as devices, and computes the writes of ResourceSlices that publish them. Pure.
 
-A slice's name consists of the node's name and the slice's number, so a repeated create conflicts with the first instead
-of adding a second slice. While the slices of a pool have different generations, the pool is incomplete and the
-scheduler ignores it. So the generation increases whenever more than one slice must be written.
+A slice's name has the node's name and the slice's number, so a repeated create fails instead of adding a second slice.
+The scheduler ignores a pool whose slices have different generations. So the generation is increased if more than one
+slice must be written.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ API: Final = "resource.k8s.io/v1"
 CAPACITY: Final = "vram"
 
 LEAST_VRAM: Final = 1 << 20
-"""Smallest part of a card that a claim may request, in bytes, and the step between sizes."""
+"""Minimum bytes that a claim may request of a card. Sizes are multiples of this."""
 
 DEFAULT_VRAM: Final = 1 << 30
 """Default size of a claim's part of a card, in bytes."""
@@ -37,16 +37,16 @@ _SUFFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
 
 class Trouble(Enum):
-    """Why a card takes no new claims, as the key of a device taint. The values are names that tolerations use."""
+    """Why a card takes no new claims. The value is the name in the key of a device taint."""
 
     DRAINED = "drained"
     """The node's daemon is drained: it grants no new leases, and the remaining ones end at a deadline."""
     FENCED = "fenced"
     """All of the card's memory is fenced: none was proved free."""
     FULL = "full"
-    """Others hold all of the card's memory: leases outside Kubernetes, or processes outside the daemon."""
+    """Leases outside Kubernetes or processes outside the daemon hold all of the card's memory."""
     SICK = "sick"
-    """The card is degraded, or the daemon can grant no lease at all."""
+    """The card is degraded, or the daemon can't grant any lease."""
     UNREACHABLE = "unreachable"
     """The daemon does not answer."""
 
@@ -56,7 +56,7 @@ class Trouble(Enum):
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether the problem also affects existing leases on the card, not only new claims."""
+        """Whether the problem also affects the card's existing leases."""
         return self in (Trouble.SICK, Trouble.FENCED)
 
 
@@ -68,7 +68,7 @@ class PublishedCard:
         uuid: Its UUID, from which the device's name is made.
         product: The product's name.
         driver: The daemon's driver for it, `cuda` or `cpu`.
-        leasable_bytes: How many bytes all claims together may hold: the free bytes, and the bytes that claims hold now.
+        leasable_bytes: The bytes that all claims together may hold: the free bytes and the bytes that claims hold now.
         troubles: Why it takes no new claims.
     """
 
@@ -95,7 +95,7 @@ class Verb(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ApiWrite:
-    """A write to the API server. A replacement's slice contains the resourceVersion on which it is based."""
+    """A write to the API server. The slice of a replacement has the resourceVersion that was read."""
 
     verb: Verb
     slice: dict[str, Any]
@@ -111,7 +111,7 @@ def device_name(card_uuid: str) -> str:
 
 
 def quantity_text(size_bytes: int) -> str:
-    """Return a number of bytes as a quantity in the form in which the API server stores it, such as "80Gi"."""
+    """Return bytes as a quantity in the API server's canonical form, such as "80Gi"."""
     power = 0
     while size_bytes and size_bytes % 1024 == 0 and power + 1 < len(_SUFFIXES):
         size_bytes, power = size_bytes // 1024, power + 1
@@ -121,8 +121,8 @@ def quantity_text(size_bytes: int) -> str:
 def device_of(card: PublishedCard) -> dict[str, Any]:
     """Describe a card as a device of a ResourceSlice."""
     troubles = card.troubles
-    # Offer whole steps, because the scheduler rounds requests up to a step. A capacity below the smallest request would
-    # be invalid, so a full card offers one step, and a taint keeps new claims away.
+    # Offer a multiple of the step, because the scheduler rounds requests up to one. A capacity below the minimum
+    # request is invalid, so a full card offers one step, and a taint excludes new claims.
     usable = card.leasable_bytes // LEAST_VRAM * LEAST_VRAM
     if usable < LEAST_VRAM:
         usable = LEAST_VRAM
@@ -161,7 +161,7 @@ def slice_name(node: str, number: int) -> str:
 
 
 def digest_of(devices: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest by which to compare lists of devices. The times at which taints were added do not count."""
+    """Return a digest by which lists of devices are compared, without the times of taints."""
     return hashlib.sha256(json.dumps(list(map(_without_times, devices)), sort_keys=True).encode()).hexdigest()
 
 
@@ -177,14 +177,14 @@ def writes_to(
         devices: The devices to publish.
         stored: The slices in the cluster, of this node and this driver.
         owner: The Node.
-        stored_as: For lists of devices that were sent, by their digest: the digest of the list as the API server stored
-            it. A server that lacks a feature drops its fields; without this, the same write would be repeated forever.
+        stored_as: For the digest of a list that was sent, the digest of the list that the API server stored. A server
+            drops fields of features that are off. Without this table, the same write would be repeated forever.
     """
     parts = [list(devices[at : at + MAX_SLICE_DEVICES]) for at in range(0, len(devices), MAX_SLICE_DEVICES)] or [[]]
     desired = {slice_name(owner.name, number): part for number, part in enumerate(parts)}
     by_name = {stored_slice["metadata"]["name"]: stored_slice for stored_slice in stored}
     highest = max((_generation(stored_slice) for stored_slice in stored), default=0)
-    # Slices with other names come from an earlier version of the driver, or from a time with more cards.
+    # Slices with other names are of an earlier version of the driver, or of a time with more cards.
     obsolete = [stored_slice for name, stored_slice in by_name.items() if name not in desired]
     missing = [name for name in desired if name not in by_name]
     changed = [
@@ -194,7 +194,7 @@ def writes_to(
     ]
     if not (obsolete or missing or changed):
         return []
-    # Replacing a single slice needs no new generation, because no reader can see half of the change.
+    # The replacement of a single slice is atomic, so it needs no new generation.
     is_one = not missing and not obsolete and len(changed) == 1
     generation = max(highest, 1) if is_one else highest + 1
     pool = {"name": owner.name, "generation": generation, "resourceSliceCount": len(parts)}
@@ -208,7 +208,7 @@ def writes_to(
         if name not in by_name:
             writes.append(ApiWrite(Verb.CREATE, body))
             continue
-        # Name the version that was read, so that the server refuses the write if somebody else wrote in between.
+        # With the version that was read, the write fails if another client has written since.
         body["metadata"]["resourceVersion"] = by_name[name]["metadata"]["resourceVersion"]
         _keep_times(body["spec"]["devices"], by_name[name]["spec"].get("devices") or ())
         writes.append(ApiWrite(Verb.REPLACE, body))
@@ -274,7 +274,7 @@ def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_times(devices: Sequence[dict[str, Any]], stored: Sequence[Mapping[str, Any]]) -> None:
-    """Copy the times of taints that stay, because the seconds of tolerations count from them."""
+    """Copy the times of taints that stay, because tolerations count from them."""
     times = {
         (device["name"], taint["key"], taint["effect"]): taint["timeAdded"]
         for device in stored

@@ -1,7 +1,8 @@
-"""Keeps the node's ResourceSlices in the cluster equal to its cards, whoever changes or deletes the slices.
+"""Keeps the node's ResourceSlices in the cluster equal to its cards.
 
-The kubelet deletes a driver's slices when the kubelet starts, and some time after the driver has unregistered. So the
-slices are reconciled: one thread lists and watches them, another compares them with the cards and writes differences.
+Other programs may change the slices. The kubelet deletes a driver's slices when the kubelet starts, and some time after
+the driver has unregistered. So one thread lists and watches the slices, and another compares them with the cards and
+writes differences.
 """
 
 import threading
@@ -25,15 +26,14 @@ COMPARE_S: Final = 5.0
 """Seconds between two comparisons if no event comes. A change of a card is published at most this much later."""
 
 WRITE_GAP_S: Final = 1.0
-"""Minimum number of seconds between two rounds of writes, so that a conflict with another writer causes only one round
-per second."""
+"""Minimum seconds between two rounds of writes, in case another program writes the same slices."""
 
 RELIST_S: Final = 300.0
-"""Seconds between two lists while the watch works, because a watch may have lost its connection unnoticed."""
+"""Seconds between two lists while a watch is open, because the watch's connection may be lost without an error."""
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 60.0
-"""The first and the longest pause, in seconds, after a refusal. The pause doubles with each further refusal."""
+"""The first and the longest pause in seconds after a failed request. The pause doubles with each further failure."""
 
 _GONE: Final = 410
 _NOT_FOUND: Final = 404
@@ -59,7 +59,7 @@ class Slices(Protocol):
 
 
 class SlicePublisher:
-    """Publishes the devices of one node, from its construction until `stop`. Its threads do not outlive the process."""
+    """Publishes the devices of one node in two threads, from the construction until `stop`."""
 
     def __init__(
         self,
@@ -73,38 +73,38 @@ class SlicePublisher:
         Args:
             cluster: The API server.
             node: The node's name in the cluster.
-            devices: Returns the current devices, or raises GpuLeaseError if they are not known yet. It is called every
+            devices: Returns the current devices, or raises GpuLeaseError if they are not known yet. Called every
                 COMPARE_S and after each event.
             on_message: Called with messages for the log.
         """
         self._cluster, self._node, self._devices, self._on_message = cluster, node, devices, on_message
         self._guard, self._changed, self._stopped = threading.Lock(), threading.Event(), threading.Event()
         self._stored: dict[str, dict[str, Any]] | None = None
-        # By the slice's name: the digest of the devices that were sent last, and the digest of the devices that the
-        # server stored.
+        # For each slice, the digest of the devices that were sent last, and the digest of the devices that the server
+        # stored.
         self._stored_as: dict[str, tuple[str, str]] = {}
-        # The newest version that the list or the watch has reported. Versions can be compared as numbers: Kubernetes
-        # promises this since 1.35, and with etcd it was always true.
+        # The newest version that a list or the watch has reported. Versions can be compared as numbers, as Kubernetes
+        # guarantees since 1.35 and etcd always has.
         self._version = 0
         # The number of the watch's events that changed the stored slices.
         self._events = 0
         self._owner: Owner | None = None
         self._last_problem = ""
         self._reported: set[str] = set()
-        # Use daemon threads, because a watch may wait in the kernel for minutes and must not delay the driver's end.
+        # Use daemon threads, because a watch may wait for minutes when the driver ends.
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run_watch, self._run_writes)]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Stop publishing. The slices stay; the kubelet deletes them if the driver does not come back."""
+        """Stop publishing. The slices stay until the kubelet deletes them, if the driver does not register again."""
         self._stopped.set()
         self._changed.set()
         self._threads[1].join(LONGEST_PAUSE_S)
 
     @property
     def is_alive(self) -> bool:
-        """Whether both threads run. If a bug has ended a thread, it has printed a traceback."""
+        """Whether both threads run. A thread that a bug has ended has printed a traceback."""
         return all(thread.is_alive() for thread in self._threads)
 
     # --- reading ---
@@ -122,8 +122,8 @@ class SlicePublisher:
                     if self._stopped.is_set():
                         return
             except ClusterRefused as refused:
-                # Status 410 means that the version is too old to be watched, for example after this process was paused.
-                # Then only list again.
+                # Status 410 means that the version is too old to be watched, for example after a pause of this process.
+                # Then list again.
                 if refused.code != _GONE:
                     self._report(refused)
                     self._stopped.wait(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -134,8 +134,8 @@ class SlicePublisher:
             events = self._events
             slices, version = self._cluster.slices(self._node)
             with self._guard:
-                # If the watch has reported a change since, the list may lack it, so list again. Comparing versions
-                # is not enough: after etcd was restored they may be lower.
+                # If the watch has reported a change since, the list may lack the change, so list again. Versions do not
+                # show this, because after a restore of etcd they may be lower.
                 if self._events == events:
                     self._stored = {slice_object["metadata"]["name"]: slice_object for slice_object in slices}
                     self._version = int(version)
@@ -147,7 +147,7 @@ class SlicePublisher:
         name, version = slice_object["metadata"]["name"], _version_of(slice_object)
         with self._guard:
             stored = self._stored
-            # Ignore events that are older than the last list, or than the result of this driver's own write.
+            # Ignore events from before the last list, or from before this driver's own write.
             if stored is None or version <= self._version or version < _version_of(stored.get(name)):
                 return
             self._version = version
@@ -174,7 +174,7 @@ class SlicePublisher:
                     self._last_problem = ""
                 failures = 0
             except ClusterRefused as refused:
-                # Somebody else has written or deleted first: list again, and decide from the current state.
+                # Another program has written or deleted a slice. List again.
                 if refused.code in (_CONFLICT, _NOT_FOUND):
                     self._owner = None
                     self._relist()
@@ -199,15 +199,15 @@ class SlicePublisher:
         try:
             devices = self._devices()
         except GpuLeaseError as error:
-            # The daemon has not answered since the driver's start. The slices that an earlier driver published stay.
+            # The daemon has not answered since the driver's start. Keep the slices that an earlier driver published.
             self._report(error)
             return False
         owner = self._owner or Owner(self._node, self._cluster.node_uid(self._node))
         stored_as = dict(self._stored_as.values())
         writes = writes_to(devices, stored, owner, stored_as)
         if writes and self._owner is not None:
-            # If the Node was deleted and created again, it has another uid, and the cluster deletes the old Node's
-            # slices. So read the uid again before each round of writes.
+            # Read the Node's uid before each round of writes. A Node that was created again has another uid, and the
+            # cluster deletes the old Node's slices.
             owner = Owner(self._node, self._cluster.node_uid(self._node))
             writes = writes_to(devices, stored, owner, stored_as)
         self._owner = owner
@@ -220,7 +220,7 @@ class SlicePublisher:
             try:
                 self._cluster.delete_slice(write.name)
             except ClusterRefused as refused:
-                # The slice is already deleted, as intended.
+                # The slice is already deleted.
                 if refused.code != _NOT_FOUND:
                     raise
             with self._guard:
@@ -228,8 +228,7 @@ class SlicePublisher:
             return
         write_slice = self._cluster.create_slice if write.verb is Verb.CREATE else self._cluster.replace_slice
         written = write_slice(write.slice)
-        # The server may have dropped fields that its feature gates turn off. Remember how the server stored these
-        # devices, because the watch will report them in that form.
+        # The server may have dropped fields of features that are off, and the watch will report the slice without them.
         sent, stored = write.slice["spec"]["devices"], written["spec"].get("devices") or ()
         self._stored_as[write.name] = digest_of(sent), digest_of(stored)
         for name in sorted(dropped_fields(write.slice, written) - self._reported):
@@ -238,12 +237,12 @@ class SlicePublisher:
                 f"the API server dropped {name} of the ResourceSlice: {_GATES.get(name, 'check its gates')}"
             )
         with self._guard:
-            # Store the result, unless the watch has reported a later event, for example a deletion.
+            # Store the result, unless the watch has reported a later event.
             if self._stored is not None and _version_of(written) > self._version:
                 self._stored[write.name] = written
 
     def _report(self, refused: GpuLeaseError) -> None:
-        # Report each problem once, not at every attempt.
+        # Report each problem once.
         if str(refused) != self._last_problem:
             self._last_problem = str(refused)
             self._on_message(f"ResourceSlices: {refused}")

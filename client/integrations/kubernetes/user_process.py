@@ -1,8 +1,10 @@
 """A process that acquires leases as a pod's user, because the daemon identifies tenants by their peer credentials.
 
-The driver runs threads of gRPC, so it must not fork: it starts another Python, which becomes the user and reads one
-request from each line of its input. With each request the driver passes a token of the node that permits LEASE_ALLOC.
-If a site requires such tokens (`require_token = ["alloc"]`), pods can't lease anything in addition to their claims.
+The driver has threads of gRPC and so must not fork. It starts another Python process, which becomes the user and reads
+a request from each line of its input.
+
+Each request has a token that permits LEASE_ALLOC. A site that requires such tokens (`require_token = ["alloc"]`)
+prevents pods from acquiring leases besides their claims.
 """
 
 import base64
@@ -38,14 +40,13 @@ from gpulease.protocol.messages import CapabilityPresent, Empty, LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 PROCESS_LIMIT_S: Final = 30.0
-"""Longest time, in seconds, for all leases of one claim. The kubelet's limit for the whole request is 45 s."""
+"""Maximum seconds for all leases of one claim. The kubelet waits 45 s for the whole request."""
 
 REQUEST_LIMIT_S: Final = 10.0
-"""Longest time, in seconds, for acquiring one lease. The daemon does not queue the request, because the kubelet
-retries."""
+"""Maximum seconds to acquire one lease. The request does not wait for room, because the kubelet retries."""
 
 ALLOC_TOKEN_S: Final = 60.0
-"""Life in seconds of the token that permits acquiring one lease."""
+"""Seconds for which the token for one lease is valid."""
 
 
 class NoUserProcess(GpuLeaseError):
@@ -55,21 +56,21 @@ class NoUserProcess(GpuLeaseError):
 
 
 class UserProcess:
-    """The process, which lives during a `with` block. Only one thread may call `acquire`."""
+    """The process, which runs during a `with` block. Only one thread may call `acquire`."""
 
     def __init__(self, user: int, address: str, socket: Path) -> None:
-        """Prepare a process of this user for the daemon at `address`; `socket` is the address's file."""
+        """Prepare a process of this user for the daemon at `address`, whose file is `socket`."""
         self._user, self._address, self._socket = user, address, socket
 
     def __enter__(self) -> Self:
-        """Start the process, and wait until it reports its audience. Raises NoUserProcess."""
-        # Pods have the socket's group as a supplemental group, so the process gets it, too.
+        """Start the process, and wait until it reports the audience for its tokens. Raises NoUserProcess."""
+        # Pods have the socket's group as a supplementary group, so give it to the process too.
         group = self._socket.stat().st_gid
         command = [sys.executable, "-P", "-m", __name__, str(self._user), str(group), self._address]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        # Kill the process after a while: a daemon that hangs must not block further requests about this claim forever.
+        # If the daemon hangs, kill the process, so that further requests about this claim are not blocked.
         self._watchdog = threading.Timer(PROCESS_LIMIT_S, self._process.kill)
         self._watchdog.start()
         try:
@@ -90,7 +91,7 @@ class UserProcess:
 
         Args:
             size_bytes: The lease's size.
-            first_ms: Its duration in milliseconds, until it is renewed.
+            first_ms: Its first duration in milliseconds. The caller extends the lease later.
             card_uuid: The card.
             request_id: 16 bytes by which the daemon recognises a repeated request.
 
@@ -129,9 +130,9 @@ class UserProcess:
         return answer.rstrip("\n")
 
     def _failure(self, line: str) -> NoUserProcess:
-        # The process has ended, or ends now at the end of its input.
+        # `communicate` closes the process's input, which ends the process.
         _, stderr = self._process.communicate()
-        # The last line of a traceback is the error; the text becomes an event of the pod.
+        # The last line of a traceback is the error. The text becomes an event of the pod.
         last = (line or stderr).strip().rpartition("\n")[2]
         return NoUserProcess(f"user {self._user} got no answer from the node: {last[-MAX_ERROR_CHARS:]}")
 
@@ -140,7 +141,7 @@ class UserProcess:
 
 
 def _serve(user: int, group: int, address: str) -> None:
-    """Become the user, and answer requests. All modules must be imported first: the user may be unable to read them."""
+    """Become the user, and answer requests. Modules must be imported before: the user may be unable to read them."""
     if os.geteuid() != user:
         become(user, group, [])
     for line in sys.stdin:

@@ -1,12 +1,12 @@
 """`gpulease-slurm`: Slurm's prolog, task prolog and epilog, and the service that renews the leases of running jobs.
 
-A job with `--gres=vram:N` gets a lease of N MiB on each of its nodes; with `--gres=vram:N,vram_cards:M` it gets M
-leases of N / M MiB on M cards. The job's user is their tenant. The prolog acquires the leases, the service renews them
-while the job runs, and the epilog frees them, waits for the proof that their memory is free, and records their usage.
+A job with `--gres=vram:N` gets a lease of N MiB on each of its nodes. With `--gres=vram:N,vram_cards:M` it gets M
+leases of N / M MiB, on M cards of each node. The leases' tenant is the job's user. The prolog acquires the leases, and
+the service renews them while the job runs. The epilog frees them, waits until their memory is proved free, and records
+their usage.
 
-The cause of a failure decides what fails. If the daemon refuses this user's request, the job fails: the prolog
-succeeds, and the task prolog prints the reason and fails. The prolog or the epilog fails only if the node is at fault.
-Slurm then drains the node.
+Slurm drains a node whose prolog or epilog fails, so these fail only if the node is at fault. If the daemon refuses the
+job's request, the prolog succeeds, and the task prolog prints the reason and fails the job.
 """
 
 import fcntl
@@ -63,8 +63,8 @@ from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Status
 
 LEASE_S: Final = 600.0
-"""Duration of a job's lease in seconds. The service renews it every RENEW_S while the job runs, so that it survives a
-restart of the service. If nothing renews it, its memory is free after ten minutes."""
+"""Duration of a job's lease in seconds. The service renews it every RENEW_S while the job runs, and may be down for
+this time."""
 
 RENEW_S: Final = 60.0
 
@@ -72,34 +72,34 @@ FIRST_LEASE_S: Final = 30.0
 """Duration in seconds of a lease that is not recorded yet. If the prolog is killed, such a lease soon expires."""
 
 WAIT_S: Final = 10.0
-"""Seconds to wait for room, because the previous job may have just ended."""
+"""Maximum seconds to wait for room, in case the previous job has just ended."""
 
 POLL_S: Final = 0.25
-"""Seconds between two rounds of tries on all cards, while a job that asks for several cards or a card type waits for
-room."""
+"""Seconds between two tries on all cards, for a job that requests several cards or a card type."""
 
 LEASE_IDS_VARIABLE: Final = "GPULEASE_LEASE_IDS"
 """Environment variable of a job's tasks: all leases of the job on this node, separated by commas."""
 
 PROOF_LIMIT_S: Final = 60.0
-"""Longest wait, in seconds, for memory to be proved free, well within Slurm's PrologEpilogTimeout."""
+"""Maximum seconds to wait until memory is proved free, well within Slurm's PrologEpilogTimeout."""
 
 USAGE_RETENTION_S: Final = 86400.0
-"""Seconds for which the service tries to report a job's usage to Slurm's accounting. After that it logs the usage."""
+"""Maximum seconds for which the service tries to report a job's usage to Slurm's accounting. After that it only logs
+the usage.
+"""
 
 SERVICE_LOCK: Final = "service"
 """The file that the service locks while it runs."""
 
 SERVICE_WAIT_S: Final = 10.0
-"""Seconds for which a prolog waits for the service, which systemd restarts two seconds after it has ended."""
+"""Maximum seconds for which a prolog waits for the service, which systemd restarts two seconds after its end."""
 
 OVERCOUNTED: Final = "Slurm counts more vram than the node's cards can lease: see gpulease-slurm count"
 
 _NODE_FAULTS: Final = frozenset(
     {Status.INTERNAL, Status.DRAINED, Status.FENCED, Status.SESSION_FAILED, Status.UNSUPPORTED}
 )
-"""Statuses of refusals that are the node's fault, so that another node might grant the lease. Other refusals are about
-the request."""
+"""Statuses of refusals for which the node is at fault and another node might grant the lease."""
 
 _folder = click.option(
     "--folder", type=click.Path(path_type=Path), default=Path("/run/gpulease-slurm"), show_default=True
@@ -129,7 +129,7 @@ def prolog(folder: Path, address: str) -> None:
     without_leases = JobRecord(user, restarts, address, node=os.environ.get("SLURMD_NODENAME", ""))
     _check_service(folder)
     with records.locked(job):
-        # Slurm may run a prolog again, for the job's further steps, or for another start of a job that it requeued.
+        # Slurm may run a prolog again for further steps of the job, or for a new start after it requeued the job.
         record = records.read(job)
         if record is not None:
             if _serves(record, restarts):
@@ -138,12 +138,12 @@ def prolog(folder: Path, address: str) -> None:
         try:
             _acquire(records, job, without_leases, request)
         except RefusedForUser as refusal:
-            # If the node is at fault, the prolog fails. Otherwise the job must fail: the task prolog finds the refusal
-            # in the record.
+            # If the node is at fault, the prolog fails. Otherwise the record has the refusal, with which the task
+            # prolog fails the job.
             cause = _cause_in_job(refusal, request, address, records)
             if cause is None:
                 raise MissingPrerequisite(str(refusal)) from None
-            # Write the cause to slurmd's log for the operator, because nothing else shows it there.
+            # Write the cause to slurmd's log for the operator.
             click.echo(f"gpulease-slurm: job {job} has no lease: {cause}", err=True)
             records.write(job, replace(without_leases, refusal=cause))
 
@@ -156,7 +156,8 @@ def task_prolog(folder: Path) -> None:
     if record is None:
         return
     if record.refusal:
-        # Slurm copies a line that begins with "print" to the task's output. The exit status ends the job, not the node.
+        # Slurm copies a line that begins with "print" to the task's output. A failure of the task prolog fails the job
+        # and does not drain the node.
         click.echo(f"print gpulease-slurm: the job has no lease: {' '.join(record.refusal.split())}")
         sys.exit(1)
     # Assign the leases to the job's tasks on this node in turn. Each task also gets the list of all leases.
@@ -186,7 +187,7 @@ def service(folder: Path) -> None:
     """Renew the leases of running jobs, and free those of jobs without an epilog. For systemd, one per node."""
     records = JobRecords(folder)
     with (folder / SERVICE_LOCK).open("ab") as lock_file:
-        # This lock shows the prolog that leases are renewed.
+        # By this lock, a prolog sees that the service runs.
         if not _lock(lock_file):
             raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
         polled_at_s: dict[tuple[str, str], float] = {}
@@ -202,8 +203,8 @@ def service(folder: Path) -> None:
 def count(jobs_per_card: int, address: str) -> None:
     """Print the counts of this node for slurm.conf and gres.conf. Its cards must be idle.
 
-    Each job's lease also costs its card one CUDA context, which Slurm does not count. So the count of vram is the
-    memory that the cards can lease, less the contexts of the jobs that share them.
+    A lease also takes the memory of a CUDA context, which Slurm does not count. So the count of vram is the memory that
+    the cards can lease, less the contexts of the jobs that share a card.
     """
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     counts = [countable_mib(card, jobs_per_card) for card in cards]
@@ -217,15 +218,15 @@ def _serve_round(records: JobRecords, polled_at_s: dict[tuple[str, str], float])
 
     Args:
         records: The node's records.
-        polled_at_s: For each query about a job ("state" or "usage", job), when it was last made, in monotonic seconds.
+        polled_at_s: The monotonic time in seconds of the last query of each kind ("state" or "usage") about each job.
             The round updates it.
     """
     until_s = time.monotonic() + RENEW_S
-    # Step 1: renew. This never waits for slurmctld, so no job loses its lease while slurmctld hangs.
+    # Step 1: renew leases, which does not wait for slurmctld, in case slurmctld hangs.
     for job in records.jobs():
         _logged(_renew_job, records, job)
-    # Step 2: ask Slurm which jobs have ended, and report the usage of ended jobs. Each query may take COMMAND_LIMIT_S,
-    # so a round may have no time for all of them if Slurm hangs: begin with the queries that were made longest ago.
+    # Step 2: query Slurm about jobs' states, and report the usage of ended jobs. If Slurm hangs, each query takes
+    # COMMAND_LIMIT_S, and a round has no time for all of them. So begin with the queries that were made longest ago.
     steps = {("state", job): _end_finished for job in records.jobs()}
     steps |= {("usage", job): _report_usage for job in records.used()}
     for key in [key for key in polled_at_s if key not in steps]:
@@ -239,7 +240,7 @@ def _serve_round(records: JobRecords, polled_at_s: dict[tuple[str, str], float])
 
 
 def _logged(step: Callable[[JobRecords, str], None], records: JobRecords, job: str) -> None:
-    """Run a step of the service for a job. A failure is logged: the next round tries again."""
+    """Run a step of the service for a job. A failure is logged, and the next round tries again."""
     try:
         step(records, job)
     except (MissingPrerequisite, RefusedForUser) as error:
@@ -258,8 +259,8 @@ def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobReque
     until_s = time.monotonic() + WAIT_S
     used_cards: set[str] = set()
     try:
-        # Step 1: acquire short leases, so that a prolog that is killed leaves nothing for long. Record each lease
-        # before acquiring the next, because the epilog frees the recorded leases.
+        # Step 1: acquire short leases, and record each before the next. If the prolog is killed, the epilog frees the
+        # recorded leases, and the last one soon expires.
         for number in range(request.cards):
             lease_id, card = _acquire_one(job, record, request, number, used_cards, until_s)
             used_cards.add(card)
@@ -277,7 +278,7 @@ def _acquire_one(
     job: str, record: JobRecord, request: JobRequest, number: int, used_cards: set[str], until_s: float
 ) -> tuple[str, str]:
     """Return the id of a job's next lease, and its card's UUID. Raises RefusedForUser, and MissingPrerequisite."""
-    # For one lease on any card, the daemon itself waits for room in its fair queue. Otherwise try the cards in turn.
+    # One lease on any card waits for room in the daemon's fair queue. Otherwise try the cards in turn.
     if request == JobRequest(request.size_bytes):
         wait_s = max(0.0, until_s - time.monotonic())
         return _acquire_on(job, record, request.size_bytes, number, None, wait_s)
@@ -287,7 +288,7 @@ def _acquire_one(
         of_type = f", of the type {request.card_type}" if request.card_type else ""
         message = f"no card of this node is left for lease {number + 1} of {request.cards}{of_type}"
         refusal = RefusedForUser(message, failure=Failure(Status.CAPACITY_EXCEEDED, message))
-        # Try the emptiest card first, because Slurm spreads a job's devices. Another job may take its room in between.
+        # Try the emptiest card first. Another job may take the room before this request.
         for card in sorted(candidates, key=lambda card: -card["available_bytes"]):
             try:
                 return _acquire_on(job, record, request.size_bytes, number, card["uuid"], 0.0)
@@ -303,7 +304,7 @@ def _acquire_one(
 def _acquire_on(
     job: str, record: JobRecord, size_bytes: int, number: int, card: str | None, wait_s: float
 ) -> tuple[str, str]:
-    # A prolog that runs again sends the same request id for the same card, and gets the same lease.
+    # A prolog that runs again sends the same request id for a card, and so gets the same lease.
     request_option = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts, number, card or "").hex())
     first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
     wait_ms = milliseconds(wait_s, "the wait", least_ms=0)
@@ -391,7 +392,7 @@ def _free(lease_id: LeaseId, address: str) -> str:
 
 
 def _report_usage(records: JobRecords, job: str) -> None:
-    """Append the usage of a job's leases on this node to its AdminComment, which a site's accounting reads.
+    """Append the usage of a job's leases on this node to the job's AdminComment, for the site's accounting.
 
     Raises MissingPrerequisite.
     """
@@ -400,17 +401,17 @@ def _report_usage(records: JobRecords, job: str) -> None:
     mark = f"[gpulease {node} gib_s={usage.byte_seconds / GIB:.1f} gpu_s={usage.gpu_seconds:.1f}]"
     text = admin_comment(job)
     if text is JobState.OVER or records.usage_age_s(job) > USAGE_RETENTION_S:
-        # The cluster has no accounting, or its accounting does not know the job, so only log the usage.
+        # The cluster has no accounting, or the accounting does not have the job. Only log the usage.
         click.echo(f"gpulease-slurm: job {job}: used {mark}", err=True)
         records.forget_usage(job)
     elif isinstance(text, JobState):
         return
     elif mark in text:
-        # Several nodes of a job read, extend and write the comment, so one may overwrite another's text. Delete the
-        # usage only now that a later round has found it in the comment.
+        # The comment has this node's usage, so delete the usage. It is not deleted when it is written, because another
+        # node of the job may write the comment at the same time and overwrite it.
         records.forget_usage(job)
     else:
-        # Replace this node's text from before a requeue of the job, because the sum contains that usage.
+        # Replace this node's text from before a requeue of the job. The usage includes the earlier start.
         other_comments = re.sub(rf" ?\[gpulease {re.escape(node)} [^\]]*\]", "", text)
         set_admin_comment(job, f"{other_comments} {mark}".strip())
 
@@ -419,7 +420,7 @@ def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, re
     """Return why the job must fail; None if the node is at fault, so that another node might run the job."""
     if refusal.status not in {Status.DISCONNECTED, Status.CAPACITY_EXCEEDED}:
         return None if refusal.status in _NODE_FAULTS else str(refusal)
-    # Ask as root. If the daemon answers root and not the user, the cause is the socket's permissions.
+    # Send a request as root. If root gets an answer, the user was refused by the socket's permissions.
     try:
         leases = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), address).report)
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
@@ -428,22 +429,22 @@ def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, re
     if refusal.status is not Status.CAPACITY_EXCEEDED:
         return str(refusal)
     candidates = [card for card in cards if request.fits(card["name"])]
-    # Read the records after the leases, so that a lease that another prolog has just acquired is recorded by now.
+    # Read the records after the leases, so that the leases of other prologs are recorded by then.
     recorded = [record for record in map(records.read, records.jobs()) if record is not None]
     job_leases = {lease_id for record in recorded for lease_id in record.lease_ids}
     if lacks_room_by_others(candidates, bytes_without_job(leases, job_leases), request):
         return None
-    # Enough memory is free, but in pieces on several cards: Slurm counts only the sum.
+    # Enough memory is free in all, but not on one card. Slurm counts only the sum.
     if sum(int(card["available_bytes"]) for card in candidates) >= request.size_bytes * request.cards:
         return str(refusal)
-    # The job requests more than a card can ever lease, or leases of jobs fill the cards: the count in gres.conf or
-    # LARGEST_CARD_MIB does not subtract the memory of contexts. The node itself is not at fault.
+    # The job requests more than a card can lease, or jobs' leases fill the cards. The settings are wrong: the count in
+    # gres.conf or LARGEST_CARD_MIB includes the memory of contexts.
     return f"{refusal} {OVERCOUNTED}"
 
 
 def request_id(environment: Mapping[str, str], job: str, restarts: int, number: int, card: str) -> bytes:
     """Return the request id, 16 bytes, by which a daemon recognises the request of a prolog that runs again."""
-    # A requeued job is a new request, so the number of restarts is part of the id.
+    # A new start of a requeued job is a new request, so the number of restarts is part of the id.
     cluster, node = (environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
     request = json.dumps(["gpulease slurm 2", cluster, node, job, restarts, number, card])
     return hashlib.sha256(request.encode()).digest()[:16]
@@ -461,13 +462,13 @@ def _lock(file: IO[bytes], mode: int = fcntl.LOCK_EX) -> bool:
 
 
 def _check_service(folder: Path) -> None:
-    """Wait until the service runs: without it a lease would expire while its job runs.
+    """Wait until the service runs, without which the lease would expire while its job runs.
 
-    Raises MissingPrerequisite if it does not run within SERVICE_WAIT_S.
+    Raises MissingPrerequisite after SERVICE_WAIT_S.
     """
     until_s = time.monotonic() + SERVICE_WAIT_S
     while True:
-        # Use a shared lock, so that prologs that check at the same time do not mistake each other for the service.
+        # Use a shared lock, because other prologs may check at the same time.
         with (folder / SERVICE_LOCK).open("ab") as file:
             if not _lock(file, fcntl.LOCK_SH):
                 return

@@ -1,4 +1,4 @@
-"""A node's records of its jobs' leases: one file per job, which each script locks while it changes the record."""
+"""A node's records of its jobs' leases, one file per job. A job's record is locked while a script changes it."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ from gpulease.client.integrations.file_replacement import replace_file
 from gpulease.client.integrations.slurm.job_usage import JobUsage
 
 LOCKS: Final = "locks"
-"""The file with the jobs' locks: the byte at a job's number is locked for that job."""
+"""The file with the jobs' locks. The byte at the offset of a job's number is that job's lock."""
 
 _SUFFIX: Final = ".json"
 _USAGE_SUFFIX: Final = ".usage"
@@ -26,10 +26,10 @@ class JobRecord:
 
     Attributes:
         user: The id of the job's user, the tenant of the leases.
-        restarts: How often Slurm had requeued the job when this start began.
+        restarts: How often Slurm had requeued the job before this start.
         address: The daemon's address.
-        lease_ids: The leases, each on a different card, in hex digits; none for a job that was refused.
-        is_ready: Whether all leases were acquired and extended to their full time.
+        lease_ids: The leases in hex digits, each on a different card; none for a job that was refused.
+        is_ready: Whether all leases were acquired and extended to their full duration.
         refusal: Why the job has no lease; "" if it has leases.
         node: This node's name in Slurm; "" in a record of an earlier version.
     """
@@ -57,7 +57,7 @@ class JobRecords:
     @contextmanager
     def locked(self, job: str, *, waits: bool = True) -> Iterator[bool]:
         """Lock a job's record during the block. Yields False if another process holds the lock and `waits` is false."""
-        # Lock a byte of one shared file: a separate file per job could not be removed while others wait for its lock.
+        # Lock a byte of one file for all jobs. A file per job could not be removed while others wait for its lock.
         with (self._folder / LOCKS).open("ab") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, int(job))
@@ -75,14 +75,14 @@ class JobRecords:
         path = self._path(job)
         try:
             members = json.loads(path.read_text())
-            # If the job runs during an upgrade, an earlier version wrote its record, with one lease.
+            # An earlier version wrote records with a single lease.
             if "lease_id" in members:
                 members["lease_ids"] = [members.pop("lease_id")]
             lease_ids = members.pop("lease_ids", ())
             if not all(isinstance(lease_id, str) for lease_id in lease_ids):
                 raise ValueError(f"lease_ids is {lease_ids!r}")
             record = JobRecord(**members, lease_ids=tuple(filter(None, lease_ids)))
-            # Check the types, too, because root uses the user's id and the address.
+            # Check the types, because root uses the user's id and the address.
             for name, kind in (
                 ("user", int),
                 ("restarts", int),

@@ -1,4 +1,4 @@
-"""Sums the usage of a job's leases on one node, for Slurm's accounting."""
+"""Adds up the usage of a job's leases on one node, for Slurm's accounting."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +15,7 @@ class JobUsage:
 
     Attributes:
         byte_seconds: For each lease, its bytes times the seconds from its grant until its memory was proved free.
-        gpu_seconds: The cards' busy seconds, as the daemon accounts them.
+        gpu_seconds: The cards' busy seconds, as the daemon counts them.
     """
 
     byte_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Compares a node's memory as Slurm counts it, one sum of MiB, with the memory that the daemon grants, card by card."""
+"""Compares a node's memory as Slurm counts it, in one sum, with the memory that the daemon grants on each card."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -9,19 +9,19 @@ from gpulease.client.console.reports import Report
 from gpulease.client.integrations.slurm.slurm_jobs import MIB, JobRequest
 
 FENCED: Final = "fenced"
-"""State of a lease if its memory could not be proved free. The card's `fenced_bytes` includes these bytes."""
+"""The state of a lease whose memory could not be proved free. The card's `fenced_bytes` includes its bytes."""
 
 
 def countable_mib(card: Report, jobs_per_card: int) -> int:
     """Return the MiB of an idle card that Slurm may count, if up to `jobs_per_card` jobs share the card.
 
-    Each lease takes its size and one context from the card. So each job after the first one costs one context that no
-    job requests.
+    Each lease takes its size and one context from the card. An idle card's largest lease already leaves room for one
+    context, so each job after the first takes one more.
 
     Raises MissingPrerequisite if the card is in use, or if that many contexts leave it no memory.
     """
     name = f"card {card['index']} ({card['name']})"
-    # Only an idle card shows the size of one context: its capacity minus the largest lease that it can grant.
+    # The size of a context is the capacity of an idle card minus the largest lease that it can grant.
     if card["leases"] or card["exclusive"] or card["fenced_bytes"] or not card["available_bytes"]:
         raise MissingPrerequisite(
             f"{name} must be idle, without leases, fenced memory or a drain: see `gpulease leases` and "
@@ -37,10 +37,10 @@ def countable_mib(card: Report, jobs_per_card: int) -> int:
 
 
 def bytes_without_job(leases: Iterable[Report], job_leases: Container[str]) -> Counter[str]:
-    """Return how many bytes leases without a job of Slurm take on each card, by the card's UUID."""
+    """Return the bytes of leases without a job of Slurm, by the card's UUID."""
     leased_bytes: Counter[str] = Counter()
     for lease in leases:
-        # A region's bytes are counted with its parent, and fenced bytes with the card.
+        # A region's bytes count with its parent, and fenced bytes with the card.
         is_counted_elsewhere = lease.get("parent") or lease["state"] == FENCED
         if not is_counted_elsewhere and lease["lease_id"] not in job_leases:
             leased_bytes[lease.get("card_uuid") or ""] += int(lease["size_bytes"])
@@ -50,15 +50,16 @@ def bytes_without_job(leases: Iterable[Report], job_leases: Container[str]) -> C
 def lacks_room_by_others(cards: Sequence[Report], without_job: Counter[str], request: JobRequest) -> bool:
     """Return whether a request lacks room only because something other than jobs' leases holds memory.
 
-    Slurm can't count such memory: fenced memory, other programs, leases without a job. If this returns False, Slurm
-    counts more than the cards can lease, or the free memory is in pieces; the node can then run other jobs.
+    Slurm does not count such memory: fenced memory, other programs, and leases without a job. If this returns False,
+    Slurm counts more than the cards can lease, or no single card has enough free memory. The node can then run other
+    jobs.
 
     Args:
         cards: The daemon's reports of the cards that the job may use.
         without_job: The result of `bytes_without_job` at the same moment.
         request: The request that the daemon refused.
     """
-    # Enough memory is free, but in pieces on several cards.
+    # Enough memory is free in all, but not on one card.
     if sum(int(card["available_bytes"]) for card in cards) >= request.size_bytes * request.cards:
         return False
 

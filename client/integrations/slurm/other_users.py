@@ -1,4 +1,4 @@
-"""Makes requests as a job's user: the prolog and the epilog run as root, but the lease belongs to the user."""
+"""Makes requests as a job's user, because the prolog and the epilog run as root."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from gpulease.client.integrations.other_user import MAX_ERROR_CHARS, become, ref
 
 
 def as_user(user: int, action: Callable[[], str]) -> str:
-    """Run an action in a child process as that user, and return its text.
+    """Run an action in a child process as that user, and return the action's text.
 
-    The child has the user's groups, so a user who may not write to the daemon's socket gets no lease.
+    The child has the user's groups, so a user without access to the daemon's socket gets no lease.
 
     Raises RefusedForUser if the daemon refuses, and MissingPrerequisite for any other error of the child.
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        # In the child: drop root permanently, run the action, and send the result through the pipe. It must not return
-        # into the parent's code.
+        # In the child, give up root permanently, run the action, and send the result through the pipe. The child must
+        # not return into the parent's code.
         answer: dict[str, Any]
         try:
             if os.geteuid() != user:
@@ -39,7 +39,7 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    # Without any answer, the child did not reach its last line.
+    # A child that sends nothing was killed.
     if not text:
         raise MissingPrerequisite(f"as user {user}: the request's process was killed")
     answer = json.loads(text)

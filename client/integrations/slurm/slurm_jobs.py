@@ -1,4 +1,4 @@
-"""Slurm's information about a job: from the environment of its scripts, from squeue, and from the accounting."""
+"""Reads Slurm's information about a job from the scripts' environment, from squeue and from the accounting."""
 
 import re
 import subprocess
@@ -15,14 +15,14 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 MIB: Final = 1 << 20
 
 COMMAND_LIMIT_S: Final = 20.0
-"""Longest time for a command of Slurm, in seconds, because slurmctld may hang."""
+"""Maximum seconds for a command of Slurm, in case slurmctld hangs."""
 
 MAX_CARDS: Final = 64
-"""Maximum number of cards of one job on one node. A comment that asks for more was not written by job_submit.lua."""
+"""Maximum number of cards of one job on one node. job_submit.lua does not accept more."""
 
 _MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})(?: cards=([1-9][0-9]?))?(?: type=([A-Za-z0-9_.-]{1,64}))?\]$")
-"""The mark that job_submit.lua appends to the comment of a job that requests vram. It must be at the end, because the
-user writes the text before it."""
+"""The mark that job_submit.lua appends to the comment of a job that requests vram. The user writes the text before the
+mark, so only a mark at the end counts."""
 
 _OVER: Final = frozenset(
     {
@@ -30,8 +30,8 @@ _OVER: Final = frozenset(
         *("PENDING", "PREEMPTED", "REVOKED", "TIMEOUT"),
     }
 )
-"""States of a job that does not run (squeue(1), JOB STATE CODES). A job that is pending again was requeued; its next
-start runs another prolog."""
+"""States of a job that does not run (squeue(1), JOB STATE CODES). A job that is pending again was requeued, and its
+next start runs a prolog again."""
 
 _UNKNOWN_JOB: Final = b"Invalid job id"
 _NO_ACCOUNTING: Final = b"accounting storage is disabled"
@@ -69,7 +69,7 @@ def request_of_job(environment: Mapping[str, str]) -> JobRequest | None:
     mark = _MARK.search(environment.get("SLURM_JOB_COMMENT", ""))
     if mark is None:
         return None
-    # The requested vram is the sum of the job's leases on the node, because Slurm counts only sums.
+    # Slurm counts only sums, so the requested vram is the sum of the job's leases on the node.
     size_bytes, cards = int(mark[1]) * MIB, int(mark[2] or 1)
     if not size_bytes or cards > MAX_CARDS:
         return None
@@ -99,14 +99,14 @@ def state_of_job(job: str, node: str) -> JobState:
 
     Args:
         job: The job's number.
-        node: The node's name in Slurm; "" if it is not known. If slurmctld has started the job again on other nodes,
-            the job has ended on this node.
+        node: The node's name in Slurm; "" if it is not known. A job that slurmctld has started again on other nodes has
+            ended on this node.
     """
     node_filter = [f"--nodelist={node}"] if node else []
     result = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", *node_filter, "--format=%T")
     if isinstance(result, JobState):
         return result
-    # There is one line for a job, and none for a job that slurmctld has just forgotten.
+    # There is one line for a job. slurmctld forgets a job some minutes after its end, and then there is none.
     states = result.split()
     if not states:
         return JobState.OVER
@@ -116,19 +116,20 @@ def state_of_job(job: str, node: str) -> JobState:
 def admin_comment(job: str) -> str | JobState:
     """Return the AdminComment of a job that has ended, from Slurm's accounting.
 
-    Returns OVER if this cluster has no accounting, and UNKNOWN if it does not answer, or does not know the job yet.
+    Returns OVER if this cluster has no accounting, and UNKNOWN if the accounting does not answer or does not have the
+    job yet.
     """
     result = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=AdminComment")
     if isinstance(result, JobState):
         return result
-    # For a job there is one line, about its latest start; for an unknown job there is none.
+    # There is one line for a job, about its latest start, and none for an unknown job.
     lines = result.splitlines()
     return lines[-1] if lines else JobState.UNKNOWN
 
 
 def set_admin_comment(job: str, text: str) -> None:
     """Replace the AdminComment of a job that has ended. Failures are ignored."""
-    # scontrol refuses a job that has ended, so change the accounting itself.
+    # scontrol can't change a job that has ended, so change the accounting.
     _run("sacctmgr", "--immediate", "modify", "job", "where", f"jobid={job}", "set", f"AdminComment={text}")
 
 
@@ -142,7 +143,7 @@ def _run(*command: str) -> str | JobState:
     except (OSError, subprocess.SubprocessError):
         return JobState.UNKNOWN
     if result.returncode:
-        # slurmctld forgets a job some minutes after its end. Any other failure proves nothing.
+        # slurmctld forgets a job some minutes after its end. Any other failure does not show the job's state.
         is_over = any(text in result.stderr for text in (_UNKNOWN_JOB, _NO_ACCOUNTING))
         return JobState.OVER if is_over else JobState.UNKNOWN
     return result.stdout.decode("utf-8", errors="replace")

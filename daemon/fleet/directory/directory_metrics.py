@@ -60,8 +60,10 @@ DIRECTORY_FAMILIES: Final = (PLACEMENTS, LISTINGS, NODES, NAMES, VIEW_AGE, CURRE
 class DirectoryMetrics:
     """The metrics registry of one directory.
 
-    Args: fleet: The directory's view of the fleet. connections: Returns the number of connections. clock: Seconds on a
-    monotonic clock.
+    Args:
+        fleet: The directory's view of the fleet.
+        connections: Returns the number of connections.
+        clock: Seconds on a monotonic clock.
     """
 
     def __init__(

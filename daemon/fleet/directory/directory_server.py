@@ -89,9 +89,12 @@ class DirectoryPeer:
 class DirectoryServer:
     """Accepts connections and serves them from a fleet's view.
 
-    Args: fleet: The view to serve. files: This directory's certificate and key, and the CAs of tenants; None without
-    TLS. operators: Tenants with operator rights on TLS connections. tenants: Tenants by names of certificates, as in
-    the nodes' table `[tenant_of_certificate]`; empty without that table.
+    Args:
+        fleet: The view to serve.
+        files: This directory's certificate and key, and the CAs of tenants; None without TLS.
+        operators: Tenants with operator rights on TLS connections.
+        tenants: Tenants by names of certificates, as in the nodes' table `[tenant_of_certificate]`; empty without that
+            table.
 
     Attributes:
         metrics: The directory's metrics.
@@ -275,9 +278,13 @@ class DirectoryServer:
 class DirectoryConnection(asyncio.Protocol):
     """A connection to a directory.
 
-    Args: fleet: The view to serve. metrics: The metrics that operators may read. peer_of: Returns the peer of a
-    transport; raises NoTenant. turns: The queue of turns of all connections, and this connection's source in it.
-    connections: All open connections, including this one. on_lost: Called once, when the connection is closed.
+    Args:
+        fleet: The view to serve.
+        metrics: The metrics that operators may read.
+        peer_of: Returns the peer of a transport; raises NoTenant.
+        turns: The queue of turns of all connections, and this connection's source in it.
+        connections: All open connections, including this one.
+        on_lost: Called once, when the connection is closed.
     """
 
     def __init__(

@@ -25,9 +25,13 @@ find no room at any of eight candidates."""
 class PlaceQuery:
     """A request for nodes on which a lease could be placed.
 
-    Attributes: size_bytes: Bytes of one card. exclusivity: The other leases that may share the card. name: The lease's
-    name in the fleet; "" if it has none. labels: Labels that the node must have. device: The card, by UUID or index;
-    None for any card. tried: Ids of nodes that have already refused.
+    Attributes:
+        size_bytes: Bytes of one card.
+        exclusivity: The other leases that may share the card.
+        name: The lease's name in the fleet; "" if it has none.
+        labels: Labels that the node must have.
+        device: The card, by UUID or index; None for any card.
+        tried: Ids of nodes that have already refused.
     """
 
     size_bytes: int
@@ -57,13 +61,19 @@ def place(
 ) -> Placement:
     """Choose the nodes to ask.
 
-    Args: view: The fleet. query: The request. order: The order of the candidates. draw: Random numbers.
-    silent_before_s: A time on the view's clock, in seconds. Nodes whose record last changed at this time or earlier are
-    left out. tells_holder: Whether the requester may learn which node serves the name. choices: Maximum number of
-    candidates.
+    Args:
+        view: The fleet.
+        query: The request.
+        order: The order of the candidates.
+        draw: Random numbers.
+        silent_before_s: A time on the view's clock, in seconds. Nodes whose record last changed at this time or earlier
+            are left out.
+        tells_holder: Whether the requester may learn which node serves the name.
+        choices: Maximum number of candidates.
 
-    Returns: The candidates, or the reasons why there are none. The node that serves the name comes first, unless the
-    tenant has tried it. If the requester may learn which node that is, it is the only candidate.
+    Returns:
+        The candidates, or the reasons why there are none. The node that serves the name comes first, unless the tenant
+        has tried it. If the requester may learn which node that is, it is the only candidate.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(query.name, silent_before_s) if query.name else None

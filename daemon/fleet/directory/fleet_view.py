@@ -51,9 +51,13 @@ class ClaimView(NamedTuple):
 class FleetView:
     """Nodes by id, and claims by name.
 
-    Attributes: nodes: The nodes. claims: The claims. index: The nodes by room, labels and cards. horizon_s: The fleet's
-    horizon in seconds, after which a silent node's claimed leases have ended; None before the first node has joined.
-    unreadable: Records that were left out.
+    Attributes:
+        nodes: The nodes.
+        claims: The claims.
+        index: The nodes by room, labels and cards.
+        horizon_s: The fleet's horizon in seconds, after which a silent node's claimed leases have ended; None before
+            the first node has joined.
+        unreadable: Records that were left out.
     """
 
     def __init__(self) -> None:

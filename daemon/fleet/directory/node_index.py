@@ -31,10 +31,13 @@ Rooms = tuple[int, ...]
 class NodeView(NamedTuple):
     """A node in the view.
 
-    Attributes: record: The node's record. inventory: The node's inventory, from the record or from the inventory's own
-    key. incarnation: The record's create revision, which is different for each membership. revision: The record's mod
-    revision, which is different for each heartbeat. changed_s: When the view last saw the record change, in seconds of
-    the directory's monotonic clock. rooms: The largest slices that the node's cards would grant.
+    Attributes:
+        record: The node's record.
+        inventory: The node's inventory, from the record or from the inventory's own key.
+        incarnation: The record's create revision, which is different for each membership.
+        revision: The record's mod revision, which is different for each heartbeat.
+        changed_s: When the view last saw the record change, in seconds of the directory's monotonic clock.
+        rooms: The largest slices that the node's cards would grant.
     """
 
     record: NodeRecord
@@ -59,8 +62,10 @@ def rooms_of(*cards: CardRecord) -> Rooms:
 class NodeIndex:
     """Nodes by room, label and card.
 
-    Attributes: silent: Nodes that were silent at the last call of `settle`. draining: Draining nodes, including silent
-    ones. unreachable: Nodes without an address or inventory, including silent and draining ones.
+    Attributes:
+        silent: Nodes that were silent at the last call of `settle`.
+        draining: Draining nodes, including silent ones.
+        unreachable: Nodes without an address or inventory, including silent and draining ones.
     """
 
     def __init__(self) -> None:

@@ -111,10 +111,13 @@ etcd's prefix too."""
 class EtcdSettings:
     """How to reach a fleet's etcd.
 
-    Attributes: endpoints: etcd's members, as HOST:PORT. ca_file: The CA of the members' certificates, in PEM; None for
-    connections without TLS, on which anyone on the network can write. cert_file: This client's certificate, with etcd's
-    user as common name. None if etcd does not require one. key_file: The key of this client's certificate. timeout_s:
-    Maximum seconds for a transaction. If no answer has come by then, the outcome is Unknown.
+    Attributes:
+        endpoints: etcd's members, as HOST:PORT.
+        ca_file: The CA of the members' certificates, in PEM; None for connections without TLS, on which anyone on the
+            network can write.
+        cert_file: This client's certificate, with etcd's user as common name. None if etcd does not require one.
+        key_file: The key of this client's certificate.
+        timeout_s: Maximum seconds for a transaction. If no answer has come by then, the outcome is Unknown.
     """
 
     endpoints: tuple[str, ...]
@@ -197,8 +200,9 @@ _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
 class EtcdClient:
     """A client of one etcd, for one event loop.
 
-    Args: settings: How to reach etcd. read: Returns the current certificates, or None without TLS. By default, the
-    client reads the settings' files.
+    Args:
+        settings: How to reach etcd.
+        read: Returns the current certificates, or None without TLS. By default, the client reads the settings' files.
 
     Raises BadEtcdSettings for unreadable certificates.
     """

@@ -73,9 +73,12 @@ class Transaction:
 class TransactionAnswer:
     """etcd's answer to a transaction, on which a majority of its members agreed.
 
-    Attributes: succeeded: Whether the comparisons held and the writes are done. revision: The store's revision after
-    the transaction. If the transaction wrote, it is the revision of the writes. found: The result of each read, sorted
-    by key. cluster_id: The cluster that answered.
+    Attributes:
+        succeeded: Whether the comparisons held and the writes are done.
+        revision: The store's revision after the transaction. If the transaction wrote, it is the revision of the
+            writes.
+        found: The result of each read, sorted by key.
+        cluster_id: The cluster that answered.
     """
 
     succeeded: bool
@@ -104,9 +107,10 @@ Outcome = TransactionAnswer | Unknown | TransactionRejected
 class StoreSize(NamedTuple):
     """The size of a member's database.
 
-    Attributes: size_bytes: Size of the file in bytes. A compaction frees space within the file. A defragmentation makes
-    the file smaller. quota_bytes: The size in bytes above which a member rejects writes; 0 before etcd 3.6, which does
-    not report it.
+    Attributes:
+        size_bytes: Size of the file in bytes. A compaction frees space within the file. A defragmentation makes the
+            file smaller.
+        quota_bytes: The size in bytes above which a member rejects writes; 0 before etcd 3.6, which does not report it.
     """
 
     endpoint: str

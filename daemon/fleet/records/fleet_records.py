@@ -169,11 +169,12 @@ class _Beat:
 class NodeRecord(_Beat):
     """A node's membership. The record is small, because etcd keeps every heartbeat in its history.
 
-    Attributes: nonce: A text by which the writer recognises this write if the answer was lost. boot_ms: The node's
-    CLOCK_BOOTTIME at the heartbeat, in milliseconds. beat: Number of the heartbeat; 0 if the daemon's version does not
-    number them. The daemon writes the number to its journal before the heartbeat, so a journal with a lower number is a
-    copy or an earlier state. inventory: The inventory, from older versions of the daemon; None if the inventory has a
-    key of its own.
+    Attributes:
+        nonce: A text by which the writer recognises this write if the answer was lost.
+        boot_ms: The node's CLOCK_BOOTTIME at the heartbeat, in milliseconds.
+        beat: Number of the heartbeat; 0 if the daemon's version does not number them. The daemon writes the number to
+            its journal before the heartbeat, so a journal with a lower number is a copy or an earlier state.
+        inventory: The inventory, from older versions of the daemon; None if the inventory has a key of its own.
     """
 
     inventory: InventoryRecord | None = None
@@ -189,10 +190,14 @@ class NodeRecord(_Beat):
 class ClaimRecord(StoredRecord):
     """A claim of a name.
 
-    Attributes: node_id: The node that serves the name. incarnation: The create revision of that node's record at the
-    time of the claim. The claim is void if the record has another one. lease_id: The lease's id, in 32 hexadecimal
-    digits. tenant: The lease's tenant. nonce: A text by which the writer recognises this claim if the answer was lost.
-    epoch_base: The claim's epoch is this number plus the claim's mod revision.
+    Attributes:
+        node_id: The node that serves the name.
+        incarnation: The create revision of that node's record at the time of the claim. The claim is void if the record
+            has another one.
+        lease_id: The lease's id, in 32 hexadecimal digits.
+        tenant: The lease's tenant.
+        nonce: A text by which the writer recognises this claim if the answer was lost.
+        epoch_base: The claim's epoch is this number plus the claim's mod revision.
     """
 
     node_id: NodeId
@@ -207,8 +212,10 @@ class ClaimRecord(StoredRecord):
 class EpochsRecord(StoredRecord):
     """The record with which nodes may claim names under a generation: all earlier leases are over.
 
-    Attributes: generation: Text of the generation key. base: A claim's epoch is this number plus the claim's mod
-    revision. So epochs rise even if a restored store has lower revisions.
+    Attributes:
+        generation: Text of the generation key.
+        base: A claim's epoch is this number plus the claim's mod revision. So epochs rise even if a restored store has
+            lower revisions.
     """
 
     generation: Text

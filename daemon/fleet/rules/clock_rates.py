@@ -40,9 +40,11 @@ MAX_POLLS: Final = 16
 class ClockRecord(StoredRecord):
     """A slot's value.
 
-    Attributes: instance: A random text of the run of the fleet process that wrote it. revision: The store's revision at
-    its previous heartbeat. low_ns: A time on its clock before that revision. high_ns: A time on its clock after that
-    revision.
+    Attributes:
+        instance: A random text of the run of the fleet process that wrote it.
+        revision: The store's revision at its previous heartbeat.
+        low_ns: A time on its clock before that revision.
+        high_ns: A time on its clock after that revision.
     """
 
     instance: Text
@@ -119,8 +121,9 @@ class ClockRates:
     def forget(self, instance: str = "") -> None:
         """Restart the measurement. Called if the store is another one, or if this node's clock has stopped for a while.
 
-        Args: instance: A new random text for this node's readings, so that other nodes restart too; "" if its clock did
-        not stop.
+        Args:
+            instance: A new random text for this node's readings, so that other nodes restart too; "" if its clock did
+            not stop.
         """
         self._instance = instance or self._instance
         self._clocks.clear()

@@ -51,8 +51,9 @@ Number = Annotated[int, U64]
 class FleetTerms:
     """Times that all nodes of a fleet agree on.
 
-    Attributes: horizon_s: The horizon T: maximum seconds for which a claimed lease lives after its node's last
-    heartbeat. rho: Maximum error of a clock's rate. A clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
+    Attributes:
+        horizon_s: The horizon T: maximum seconds for which a claimed lease lives after its node's last heartbeat.
+        rho: Maximum error of a clock's rate. A clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
     """
 
     horizon_s: float = 30.0
@@ -63,11 +64,13 @@ class FleetTerms:
 class FleetIdentity(Message):
     """The store that a node joined. The journal keeps it, so that the node notices if another store replaces it.
 
-    Attributes: cluster_id: etcd's number for the cluster; 0 if the node has not joined a store yet. generation: Text of
-    the store's generation key. An operator renews it after restoring etcd from a backup. revision: A revision that the
-    store had reached. Revisions never fall, unless a backup was restored. epoch_base: A claim's epoch is this number
-    plus the claim's revision. is_restored: Whether the store was found to be in an earlier state. The node joins it
-    only after its generation has changed.
+    Attributes:
+        cluster_id: etcd's number for the cluster; 0 if the node has not joined a store yet.
+        generation: Text of the store's generation key. An operator renews it after restoring etcd from a backup.
+        revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
+        epoch_base: A claim's epoch is this number plus the claim's revision.
+        is_restored: Whether the store was found to be in an earlier state. The node joins it only after its generation
+            has changed.
     """
 
     cluster_id: Number = 0
@@ -197,8 +200,10 @@ class MarkKept(Message):
 class ClaimWanted(Message):
     """The broker asks for a name before it admits a lease.
 
-    Attributes: request: Number of this request, unique among open ones. lease_id: The lease, in 32 hexadecimal digits.
-    wait_until_ns: Until when to wait if the name is taken. If this is in the past, one attempt is made.
+    Attributes:
+        request: Number of this request, unique among open ones.
+        lease_id: The lease, in 32 hexadecimal digits.
+        wait_until_ns: Until when to wait if the name is taken. If this is in the past, one attempt is made.
     """
 
     OP: ClassVar[str] = "claim"
@@ -277,9 +282,10 @@ class QuotaEnded(Message):
 class Paused:
     """The machine and its clocks were paused, and now run again.
 
-    Attributes: missed_ns: The minimum time for which the clocks stopped; None if the machine was restored from a
-    snapshot or copied. Then another machine may run with the same state. instance: A new random text that replaces the
-    one from the process's start.
+    Attributes:
+        missed_ns: The minimum time for which the clocks stopped; None if the machine was restored from a snapshot or
+            copied. Then another machine may run with the same state.
+        instance: A new random text that replaces the one from the process's start.
     """
 
     missed_ns: int | None

@@ -54,7 +54,8 @@ def node_removal(node_id: str) -> tuple[Delete, ...]:
 class PendingQuestion(NamedTuple):
     """A request to etcd that waits for its answer.
 
-    Attributes: floor: A revision that the store had reached when the request was sent.
+    Attributes:
+        floor: A revision that the store had reached when the request was sent.
     """
 
     sent_ns: int
@@ -65,16 +66,22 @@ class PendingQuestion(NamedTuple):
 class Membership:
     """The state of the membership, and the effects of the event that is being handled.
 
-    Attributes: instance: A random text of this run of the process, with which its nonces begin. incarnation: Create
-    revision of the node's record; 0 if the node is not a member. mod_revision: Mod revision of the node's record after
-    its last heartbeat. horizon_ns: The deadline of claimed leases. member_since_ns: Since when every heartbeat was
-    acknowledged; None if the last one was not. revision: A revision that the store has reached. generation_revision:
-    Mod revision of the generation key. epochs_revision: Mod revision of the `epochs` key. epoch_base: A claim's epoch
-    is this plus its revision. is_settled: Whether nodes may claim names: all leases from before the store's generation
-    have ended. earlier_leases_end_ns: When the leases of all earlier memberships with this node's id have ended, of any
-    daemon. is_suspect: Whether an answer suggested that the membership is lost. Then a heartbeat is sent at once.
-    trouble: The refusal of claims while this node is not a member. effects: Effects of the event that is being handled,
-    in order. now_ns: The time of that event.
+    Attributes:
+        instance: A random text of this run of the process, with which its nonces begin.
+        incarnation: Create revision of the node's record; 0 if the node is not a member.
+        mod_revision: Mod revision of the node's record after its last heartbeat.
+        horizon_ns: The deadline of claimed leases.
+        member_since_ns: Since when every heartbeat was acknowledged; None if the last one was not.
+        revision: A revision that the store has reached.
+        generation_revision: Mod revision of the generation key.
+        epochs_revision: Mod revision of the `epochs` key.
+        epoch_base: A claim's epoch is this plus its revision.
+        is_settled: Whether nodes may claim names: all leases from before the store's generation have ended.
+        earlier_leases_end_ns: When the leases of all earlier memberships with this node's id have ended, of any daemon.
+        is_suspect: Whether an answer suggested that the membership is lost. Then a heartbeat is sent at once.
+        trouble: The refusal of claims while this node is not a member.
+        effects: Effects of the event that is being handled, in order.
+        now_ns: The time of that event.
     """
 
     def __init__(self, node_id: str, terms: FleetTerms, incarnation: int, instance: str) -> None:

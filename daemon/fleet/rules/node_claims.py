@@ -65,8 +65,10 @@ RETRY_AFTER_MS: Final = 1_000
 class _ClaimRequest:
     """A claim that the broker has requested.
 
-    Attributes: nonce: The nonce, the same for all attempts. next_ns: When the next attempt is due. refusal: Why the
-    last attempt failed; None if no attempt has been answered yet.
+    Attributes:
+        nonce: The nonce, the same for all attempts.
+        next_ns: When the next attempt is due.
+        refusal: Why the last attempt failed; None if no attempt has been answered yet.
     """
 
     claim: ClaimWanted

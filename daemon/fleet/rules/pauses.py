@@ -27,10 +27,12 @@ NS_PER_TICK: Final = 10_000_000
 class MachineReading:
     """Readings of a machine's clocks and counters at one moment.
 
-    Attributes: began_ns: CLOCK_BOOTTIME before the other readings. ended_ns: CLOCK_BOOTTIME after the other readings.
-    host_ns: The host's clock; None if the hypervisor does not expose it. stolen_ns: The time for which the hypervisor
-    did not run a processor that was ready to run, by processor. generation_changes: Number of changes of the machine's
-    generation id that the kernel has reported.
+    Attributes:
+        began_ns: CLOCK_BOOTTIME before the other readings.
+        ended_ns: CLOCK_BOOTTIME after the other readings.
+        host_ns: The host's clock; None if the hypervisor does not expose it.
+        stolen_ns: The time for which the hypervisor did not run a processor that was ready to run, by processor.
+        generation_changes: Number of changes of the machine's generation id that the kernel has reported.
     """
 
     began_ns: int

@@ -57,9 +57,11 @@ class QuotaEntry:
 class Shard:
     """A part of a quota, as read at `mod_revision`.
 
-    Attributes: mod_revision: Its revision; 0 if absent. used: Entries by lease, in 32 hexadecimal digits.
-    default_revision: Mod revision of the default that the shard was made from; 0 if the quota is the tenant's own.
-    unreadable: Why its value is unreadable; "" if it is readable. Nodes do not change an unreadable shard.
+    Attributes:
+        mod_revision: Its revision; 0 if absent.
+        used: Entries by lease, in 32 hexadecimal digits.
+        default_revision: Mod revision of the default that the shard was made from; 0 if the quota is the tenant's own.
+        unreadable: Why its value is unreadable; "" if it is readable. Nodes do not change an unreadable shard.
     """
 
     key: bytes

@@ -84,8 +84,10 @@ RETRY_AFTER_MS: Final = 1_000
 class _BytesRequest:
     """A claim of bytes that the broker has requested.
 
-    Attributes: nodes: Nodes with entries that the next attempt checks, because no bytes are left. may_be_written:
-    Whether an attempt may have written the entry, or may still write it. refusal: Why the last attempt failed.
+    Attributes:
+        nodes: Nodes with entries that the next attempt checks, because no bytes are left.
+        may_be_written: Whether an attempt may have written the entry, or may still write it.
+        refusal: Why the last attempt failed.
     """
 
     demand: QuotaWanted
@@ -99,9 +101,12 @@ class _BytesRequest:
 class _Quota(NamedTuple):
     """A tenant's quota as one attempt read it, with the attempt's changes.
 
-    Attributes: home: The home shard, with this node's entries. shards: All shards by key. changed: Keys of the shards
-    to be written. writes: Writes of other keys, by key. default: The default that the budgets were made from; None if
-    the quota is the tenant's own.
+    Attributes:
+        home: The home shard, with this node's entries.
+        shards: All shards by key.
+        changed: Keys of the shards to be written.
+        writes: Writes of other keys, by key.
+        default: The default that the budgets were made from; None if the quota is the tenant's own.
     """
 
     home: Shard

@@ -63,9 +63,12 @@ class LogDisturbed(OSError):
 class LogSettings:
     """Where a log is, and how much of it is kept.
 
-    Attributes: folder: The folder. It is made if its parent exists. head_path: The head's file. max_file_bytes: The
-    size in bytes at which the next file begins. A file that has a single group of records may be larger. keep_files:
-    Number of files to keep; 0 to keep all.
+    Attributes:
+        folder: The folder. It is made if its parent exists.
+        head_path: The head's file.
+        max_file_bytes: The size in bytes at which the next file begins. A file that has a single group of records may
+            be larger.
+        keep_files: Number of files to keep; 0 to keep all.
     """
 
     folder: Path
@@ -91,9 +94,10 @@ def log_files(folder: Path) -> list[Path]:
 class LastRecords:
     """A summary of the last records of a log.
 
-    Attributes: kinds: For each lease, the kind of its record with the latest stage, for example END. cut_us: The
-    monotonic time of the last record in microseconds, if later records may be missing. None if the daemon stopped
-    normally, the log is empty, or the log is from another boot of the host.
+    Attributes:
+        kinds: For each lease, the kind of its record with the latest stage, for example END.
+        cut_us: The monotonic time of the last record in microseconds, if later records may be missing. None if the
+            daemon stopped normally, the log is empty, or the log is from another boot of the host.
     """
 
     kinds: Mapping[str, RecordKind] = field(default_factory=dict)
@@ -151,14 +155,18 @@ def tail_of(data: bytes | mmap.mmap) -> Tail:
 class AuditLog:
     """An open log. Used by one thread at a time.
 
-    Args: chain_end: A record that the caller knows to have been in the log. The chain continues after it, even if the
-    files or the head now end earlier.
+    Args:
+        chain_end: A record that the caller knows to have been in the log. The chain continues after it, even if the
+        files or the head now end earlier.
 
-    Attributes: end: The last durable record. findings: Problems that were found when the log was opened, for the next
-    record's particulars. "torn": offset, size and hash of the bytes after the last record. "head": why the head can't
-    be read. "unanchored": the number of records after the head. "lost": the numbers of the first and the last missing
-    record. "edited": the record whose hash differs. previous: The head as read when the log was opened; None if it
-    could not be read. attempted: The end of the chain after each record of the last `append`, which may have failed.
+    Attributes:
+        end: The last durable record.
+        findings: Problems that were found when the log was opened, for the next record's particulars. "torn": offset,
+            size and hash of the bytes after the last record. "head": why the head can't be read. "unanchored": the
+            number of records after the head. "lost": the numbers of the first and the last missing record. "edited":
+            the record whose hash differs.
+        previous: The head as read when the log was opened; None if it could not be read.
+        attempted: The end of the chain after each record of the last `append`, which may have failed.
 
     Raises:
         FolderInUse: Another process has the log open.

@@ -24,9 +24,11 @@ this precision."""
 class AuditWriter:
     """Writes a log in a separate thread, from `start` to `stop`.
 
-    Args: open_log: Opens the log, given the last record that is known to be in it. Called again after every failure.
-    Raises OSError or FolderInUse. start_fields: The particulars of the daemon's `start` record. on_change: Called in
-    the thread when records become durable, and when the log can no longer be written.
+    Args:
+        open_log: Opens the log, given the last record that is known to be in it. Called again after every failure.
+            Raises OSError or FolderInUse.
+        start_fields: The particulars of the daemon's `start` record.
+        on_change: Called in the thread when records become durable, and when the log can no longer be written.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ rest of the room is for grants and ends."""
 class RecordQueue(CommitQueue[Draft]):
     """A bounded queue. A gap record, which counts records for which there is no room, takes their place.
 
-    Attributes: accepted: Number of records accepted so far, gap records included. It is the last record's ticket.
-    dropped: Number of records for which there was no room.
+    Attributes:
+        accepted: Number of records accepted so far, gap records included. It is the last record's ticket.
+        dropped: Number of records for which there was no room.
     """
 
     def __init__(self) -> None:

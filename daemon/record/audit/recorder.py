@@ -94,9 +94,10 @@ class FactRecorder:
 class LogRecorder(FactRecorder):
     """The recorder of a daemon that keeps an audit log.
 
-    Args: is_required: Whether a grant is reported only when its record is durable. last: The last records of the log.
-    An earlier daemon may have been killed when it had written the end of a lease to only one of journal and log. These
-    records show which ends the log lacks.
+    Args:
+        is_required: Whether a grant is reported only when its record is durable.
+        last: The last records of the log. An earlier daemon may have been killed when it had written the end of a lease
+            to only one of journal and log. These records show which ends the log lacks.
     """
 
     def __init__(self, is_required: bool, last: LastRecords | None = None) -> None:
@@ -329,8 +330,9 @@ MAX_TENANTS: Final = 4096
 class Budgets:
     """A budget for each tenant.
 
-    Args: burst: The amount that a tenant may spend at once; None for BURST_RECORDS. per_s: The amount by which a budget
-    grows per second, up to `burst`.
+    Args:
+        burst: The amount that a tenant may spend at once; None for BURST_RECORDS.
+        per_s: The amount by which a budget grows per second, up to `burst`.
     """
 
     def __init__(self, burst: int | None = None, per_s: int = RECORDS_PER_S) -> None:

@@ -134,8 +134,10 @@ class LeaseStage(IntEnum):
 class RecordKind(StrEnum):
     """The kinds of records.
 
-    Attributes: is_minor: Whether a tenant can cause any number of such records. They are limited for each tenant, and
-    dropped first. stage: The stage of the lease after the record; None if the record does not show it.
+    Attributes:
+        is_minor: Whether a tenant can cause any number of such records. They are limited for each tenant, and dropped
+            first.
+        stage: The stage of the lease after the record; None if the record does not show it.
     """
 
     is_minor: bool

@@ -40,8 +40,12 @@ from gpulease.protocol.time_units import US_PER_S
 class Used:
     """The sums of one tenant.
 
-    Attributes: leases: Number of leases that count. lease_us: Microseconds, summed over leases. byte_us: Bytes times
-    microseconds. open_leases: Number of these leases that no record ends. gpu_us: Microseconds of GPU time.
+    Attributes:
+        leases: Number of leases that count.
+        lease_us: Microseconds, summed over leases.
+        byte_us: Bytes times microseconds.
+        open_leases: Number of these leases that no record ends.
+        gpu_us: Microseconds of GPU time.
     """
 
     leases: int = 0
@@ -79,8 +83,10 @@ MAX_DAYS: Final = 3660
 class _Open:
     """A lease that has not ended. Its time before `part_us` is already in the sums.
 
-    Attributes: part_us: When its size, its card or its parked state last changed. seen_us: When the lease's last record
-    was written. doubt_us: When records of ends were dropped, if the lease has no later record; else None.
+    Attributes:
+        part_us: When its size, its card or its parked state last changed.
+        seen_us: When the lease's last record was written.
+        doubt_us: When records of ends were dropped, if the lease has no later record; else None.
     """
 
     tenant: str
@@ -106,8 +112,9 @@ class _Left:
 class UsageSum:
     """Takes records, oldest first. Invalid records are skipped, because `verify` reports them.
 
-    Attributes: tenants: The sums, by tenant. They include leases without an end once `finish` was called. days: The
-    sums by day, tenant and card, likewise.
+    Attributes:
+        tenants: The sums, by tenant. They include leases without an end once `finish` was called.
+        days: The sums by day, tenant and card, likewise.
     """
 
     tenants: dict[str, Used] = field(default_factory=dict)

@@ -30,9 +30,11 @@ MAX_FINDINGS: Final = 100
 class Finding:
     """A problem that was found in a log.
 
-    Attributes: file: The file; "" if the problem is not in a file. offset_bytes: The offset of the line. seq: The
-    sequence number of the record there, or of the record that should be there; 0 if unknown. problem: The problem, as a
-    sentence.
+    Attributes:
+        file: The file; "" if the problem is not in a file.
+        offset_bytes: The offset of the line.
+        seq: The sequence number of the record there, or of the record that should be there; 0 if unknown.
+        problem: The problem, as a sentence.
     """
 
     file: str
@@ -49,9 +51,13 @@ class Finding:
 class Verdict:
     """The result of a verification.
 
-    Attributes: findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact. omitted: Number of problems that
-    are not listed. notes: Facts for the reader that are not problems. unreadable: Number of places with bytes that are
-    neither a record nor described by one. records: Number of records. end: The last record.
+    Attributes:
+        findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact.
+        omitted: Number of problems that are not listed.
+        notes: Facts for the reader that are not problems.
+        unreadable: Number of places with bytes that are neither a record nor described by one.
+        records: Number of records.
+        end: The last record.
     """
 
     findings: list[Finding] = field(default_factory=list)

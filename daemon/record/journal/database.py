@@ -126,7 +126,9 @@ class HeadFile:
     Attributes:
         commits: The number; None if the file does not exist.
 
-    Raises: JournalBroken: The file's contents are not those that a daemon wrote. OSError: It can't be read.
+    Raises:
+        JournalBroken: The file's contents are not those that a daemon wrote.
+        OSError: It can't be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -250,8 +252,11 @@ class _State:
 class Store:
     """An open journal. Used by one thread at a time.
 
-    Args: folder: Its folder, which this process has locked. boot: This boot of the host. take: Called with the kind,
-    key and value of every row, in order. The sum of digests is checked after the last call.
+    Args:
+        folder: Its folder, which this process has locked.
+        boot: This boot of the host.
+        take: Called with the kind, key and value of every row, in order. The sum of digests is checked after the last
+            call.
 
     Attributes:
         last_boot: The boot of the host in which the journal was last written.

@@ -99,12 +99,15 @@ Changes = Sequence[Change]
 class Journal:
     """The interface of a journal. A daemon without a journal uses this class, which does nothing.
 
-    Attributes: kept: Leases that an earlier daemon left, for `LeaseRestored`. regions: Regions of these leases, for
-    `RegionRestored`. recovered: Everything else that an earlier daemon left for the lease table. spent: Tokens that
-    were used: lease, nonce, and the monotonic time in ms at which tokens with this nonce expire. revoked_tokens: Tokens
-    that were revoked, with the same three members. cards: Measurements of the GPUs in this boot of the host, by uuid.
-    relays: Relays of remote tenants that may still live. membership: The node's last membership in a fleet; None if it
-    had none.
+    Attributes:
+        kept: Leases that an earlier daemon left, for `LeaseRestored`.
+        regions: Regions of these leases, for `RegionRestored`.
+        recovered: Everything else that an earlier daemon left for the lease table.
+        spent: Tokens that were used: lease, nonce, and the monotonic time in ms at which tokens with this nonce expire.
+        revoked_tokens: Tokens that were revoked, with the same three members.
+        cards: Measurements of the GPUs in this boot of the host, by uuid.
+        relays: Relays of remote tenants that may still live.
+        membership: The node's last membership in a fleet; None if it had none.
     """
 
     kept: tuple[LeaseRow, ...] = ()
@@ -355,9 +358,10 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
 
     The folder is locked until `stop`, or the end of this process.
 
-    Args: folder: The folder. It is made, with mode 0700, if only its parent exists. boot_id: The id of the host's boot
-    (random(4)). Leases of another boot have ended; their fences stay. A fleet membership from another boot or from
-    another folder is forgotten, because the journal may be a copy.
+    Args:
+        folder: The folder. It is made, with mode 0700, if only its parent exists.
+        boot_id: The id of the host's boot (random(4)). Leases of another boot have ended; their fences stay. A fleet
+            membership from another boot or from another folder is forgotten, because the journal may be a copy.
 
     Raises:
         JournalBroken: It can't be used.
@@ -431,9 +435,12 @@ _REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefuse
 class JournalProjector:
     """Turns events and effects into changes of rows. Does no I/O.
 
-    Args: rows: Leases that have a row at the start. next_tombstone: The number of the next lease's tombstone. regions:
-    Regions that have a row at the start. next_region_tombstone: The number of the next region's tombstone. epochs:
-    Names that have a row, with their highest epochs.
+    Args:
+        rows: Leases that have a row at the start.
+        next_tombstone: The number of the next lease's tombstone.
+        regions: Regions that have a row at the start.
+        next_region_tombstone: The number of the next region's tombstone.
+        epochs: Names that have a row, with their highest epochs.
     """
 
     def __init__(

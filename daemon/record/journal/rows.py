@@ -101,12 +101,17 @@ class RelayRow:
 class MembershipRow:
     """A node's membership in its fleet, with which the next daemon continues.
 
-    Attributes: incarnation: The create revision of the node's record in etcd. cluster_id: etcd's number of its cluster.
-    generation: Text of the store's generation key. revision: A revision that the store had reached. epoch_base: A
-    claim's epoch is this number plus the claim's revision. is_restored: Whether the store was found to have been
-    restored to an earlier state. beat: The number of the last heartbeat that was sent. run: The instance of the fleet
-    process that sent it. entered: The nonce of the record with which that process joined. folder: Device and inode of
-    the journal's folder, which differ in a copy.
+    Attributes:
+        incarnation: The create revision of the node's record in etcd.
+        cluster_id: etcd's number of its cluster.
+        generation: Text of the store's generation key.
+        revision: A revision that the store had reached.
+        epoch_base: A claim's epoch is this number plus the claim's revision.
+        is_restored: Whether the store was found to have been restored to an earlier state.
+        beat: The number of the last heartbeat that was sent.
+        run: The instance of the fleet process that sent it.
+        entered: The nonce of the record with which that process joined.
+        folder: Device and inode of the journal's folder, which differ in a copy.
     """
 
     incarnation: int = 0
@@ -327,8 +332,10 @@ RowDigests = dict[tuple[RowKind, bytes], int]
 class PutResult(NamedTuple):
     """The result of `put`.
 
-    Attributes: sum_change: The change of the sum of all rows' digests. digests: The digests of all rows of _REWRITTEN
-    that were written. removed: Rows with earlier digests that no longer exist.
+    Attributes:
+        sum_change: The change of the sum of all rows' digests.
+        digests: The digests of all rows of _REWRITTEN that were written.
+        removed: Rows with earlier digests that no longer exist.
     """
 
     sum_change: int
@@ -437,11 +444,14 @@ expire."""
 class Contents:
     """The rows of a journal that is opened.
 
-    Attributes: drain_ns: When the node's drain ends the remaining leases, in monotonic nanoseconds; None if there is no
-    drain. card_drains: When a card's drain ends the card's leases, by the card's UUID. epochs: The highest epoch of
-    each name. region_tombstones: The regions that ended most recently. membership: The node's last membership in a
-    fleet; None if it had none. next_tombstone: The number of the next tombstone. next_region_tombstone: The number of
-    the next region's tombstone.
+    Attributes:
+        drain_ns: When the node's drain ends the remaining leases, in monotonic nanoseconds; None if there is no drain.
+        card_drains: When a card's drain ends the card's leases, by the card's UUID.
+        epochs: The highest epoch of each name.
+        region_tombstones: The regions that ended most recently.
+        membership: The node's last membership in a fleet; None if it had none.
+        next_tombstone: The number of the next tombstone.
+        next_region_tombstone: The number of the next region's tombstone.
     """
 
     leases: list[LeaseRow] = field(default_factory=list)

@@ -36,8 +36,10 @@ class FamilyKind(Enum):
 class MetricFamily:
     """A family of series. Families are compared by identity, so that lookups by family are fast.
 
-    Attributes: meaning: The help text. labels: The labels' names, in the order of their values. bounds: A histogram's
-    upper bounds in seconds, ascending, without infinity.
+    Attributes:
+        meaning: The help text.
+        labels: The labels' names, in the order of their values.
+        bounds: A histogram's upper bounds in seconds, ascending, without infinity.
     """
 
     name: str

@@ -55,13 +55,20 @@ class TenantTotals:
 class NodeFacts:
     """The node at one moment.
 
-    Attributes: tenants: Sums over leases and regions. pairs: Each pair of card and tenant that ever had a lease.
-    Without a lease, its gauges are 0. booked_bytes: Bytes that the lease table has booked for live leases, by card,
-    read at the same moment as `cards`. stray_bytes: Used bytes that belong to no process and are not booked, by card.
-    Cards that did not answer are missing. busy_ratios: The fraction of the last second in which sessions used a card,
-    by card. Cards without a session are missing. checks: The results of the readiness checks, by name. park_host_bytes:
-    Host memory that parked sessions hold, and its limit. park_paces: The pace of parks, by card. audit: The audit log's
-    figures; None if there is no audit log. fleet: The figures of the node's fleet; None if the node belongs to none.
+    Attributes:
+        tenants: Sums over leases and regions.
+        pairs: Each pair of card and tenant that ever had a lease. Without a lease, its gauges are 0.
+        booked_bytes: Bytes that the lease table has booked for live leases, by card, read at the same moment as
+            `cards`.
+        stray_bytes: Used bytes that belong to no process and are not booked, by card. Cards that did not answer are
+            missing.
+        busy_ratios: The fraction of the last second in which sessions used a card, by card. Cards without a session are
+            missing.
+        checks: The results of the readiness checks, by name.
+        park_host_bytes: Host memory that parked sessions hold, and its limit.
+        park_paces: The pace of parks, by card.
+        audit: The audit log's figures; None if there is no audit log.
+        fleet: The figures of the node's fleet; None if the node belongs to none.
     """
 
     now_ns: int
@@ -96,11 +103,15 @@ class AuditFacts:
 class FleetFacts:
     """The figures of the node's fleet.
 
-    Attributes: horizon_s: Seconds until claimed leases end, unless a heartbeat is acknowledged; negative after their
-    end. beats: Number of acknowledged heartbeats. fenced: Number of times that the fleet declared this node dead.
-    placements: Claims of names by result. quota_claims: Claims of quotas' bytes by result. unreadable: Values in etcd
-    that could not be read. store_bytes: Size of the largest database of etcd's members; 0 if it is not known yet.
-    store_quota_bytes: etcd's limit on this size.
+    Attributes:
+        horizon_s: Seconds until claimed leases end, unless a heartbeat is acknowledged; negative after their end.
+        beats: Number of acknowledged heartbeats.
+        fenced: Number of times that the fleet declared this node dead.
+        placements: Claims of names by result.
+        quota_claims: Claims of quotas' bytes by result.
+        unreadable: Values in etcd that could not be read.
+        store_bytes: Size of the largest database of etcd's members; 0 if it is not known yet.
+        store_quota_bytes: etcd's limit on this size.
     """
 
     horizon_s: float
