@@ -12,7 +12,8 @@ DOCUMENTS += [ROOT / "README.md", ROOT / "vectors" / "README.md", *(ROOT / ".git
 
 
 def test_tests_that_show_a_claim_exist() -> None:
-    rows = [line for line in (ROOT / "daemon/manual/security.md").read_text().splitlines() if line.startswith("| ")][1:]
+    lines = (ROOT / "daemon/manual/security.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.endswith("| shown by |")]
     assert len(rows) > 20
     for row in rows:
         names = re.findall(r"`([a-z_/]+)`", row.rstrip("| ").rpartition("|")[2])

@@ -229,7 +229,7 @@ class LogEvent(Enum):
         "socket.lost", ERROR, "a socket's file was removed, and it can't be created again yet", ("path", "reason")
     )
     DAEMON_STOPPING = LogKind("daemon.stopping", INFO, "stopping")
-    DAEMON_FAILED = LogKind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
+    DAEMON_FAILED = LogKind("daemon.failed", ERROR, "the daemon exits because of an error", ("hint", "status"))
     DAEMON_FAULT = LogKind(
         "daemon.fault", ERROR, "internal error of the daemon: please report it", ("doing", "traceback")
     )
@@ -411,7 +411,10 @@ class LogEvent(Enum):
         "relay.revoked", WARNING, "a relay is ended because its certificate was revoked", ("relay_pid", "serial")
     )
     RELAY_NOT_WATCHED = LogKind(
-        "relay.not_watched", ERROR, "a relay can't be ended if its certificate is revoked", ("relay_pid", "reason")
+        "relay.not_watched",
+        ERROR,
+        "a relay can't be watched: it will continue even if its certificate is revoked",
+        ("relay_pid", "reason"),
     )
     RELAY_ENDED = LogKind("relay.ended", WARNING, "a relay ended with an error", ("relay_pid", "reason"))
     DIRECTORY_LISTENS = LogKind("directory.listens", INFO, "a directory of a fleet listens", ("address", "version"))
@@ -424,7 +427,7 @@ class LogEvent(Enum):
     DIRECTORY_COUNTS = LogKind(
         "directory.counts",
         INFO,
-        "what the directory did in the last minute",
+        "the directory's counts of the last minute",
         ("nodes", "names", "placed", "unplaced", "listed", "refused", "bad_records"),
     )
     STRANGER_REFUSED = LogKind(

@@ -166,7 +166,8 @@ class TenantTable(KeyTable):
     max_blocks: Annotated[
         int | None,
         Setting(
-            f"The size of the tenant's region: it has the keys and values of this many blocks of {PAGE} positions.",
+            f"The size of the tenant's region: it has room for the keys and values of this many blocks of {PAGE}"
+            " positions.",
             least=1,
             most=MAX_BLOCKS_PER_TENANT,
             example="64",
@@ -292,7 +293,7 @@ class PrefixTable:
     models: Annotated[
         tuple[str, ...] | None,
         Setting(
-            "The models of [models.NAME] that have it, one at least. Without it, all.",
+            "The models of [models.NAME] that have the prefix, at least one; by default, all.",
             what=_NAMES_TEXT,
             read=_read_names,
             example='["small"]',
@@ -314,8 +315,8 @@ class PoolTable:
     memory_bytes: Annotated[
         int,
         Setting(
-            'Memory of the card for all models that are loaded, such as "40GiB". Each counts with its lease: weights,'
-            " buffers and the regions of its tenants.",
+            'Memory of the card for all models that are loaded, such as "40GiB". Each takes the memory of its lease:'
+            " weights, buffers and the regions of its tenants.",
             key="memory",
             what='a size, such as "40GiB"',
             read=read_size,
@@ -325,9 +326,9 @@ class PoolTable:
     parked_bytes: Annotated[
         int | None,
         Setting(
-            "Memory of the host for models that are parked. It should have room for those that are not on the card, and"
-            " for one more. The daemon needs `limits.park_memory` and `limits.overcommit` for it. Without it, models"
-            " are unloaded instead.",
+            "Memory of the host for models that are parked, which should have room for those that are not on the card"
+            " and for one more. The daemon must have `limits.park_memory` and `limits.overcommit`. Without this"
+            " setting, models are unloaded instead.",
             key="parked_memory",
             what='a size, such as "200GiB"',
             read=read_size,
@@ -338,7 +339,7 @@ class PoolTable:
         float | None,
         Setting(
             "Seconds without a request after which a model is parked, so that other leases can have its memory. Without"
-            " it, only when another model needs the room.",
+            " this setting, a model is parked only when another model needs the room.",
             key="idle_secs",
             least=0.1,
             most=MAX_WAIT_S,
@@ -348,8 +349,8 @@ class PoolTable:
     min_stay_s: Annotated[
         float,
         Setting(
-            "Seconds for which a model that was loaded or has returned keeps its place, so that two models don't drive"
-            " each other out all the time.",
+            "Seconds for which a model that was loaded or has returned is not evicted, so that two models do not evict"
+            " each other all the time.",
             key="min_stay_secs",
             least=0,
             most=MAX_WAIT_S,

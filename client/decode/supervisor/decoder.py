@@ -130,14 +130,14 @@ class DecoderSettings:
         KvDtype,
         Setting(
             "The type in which attention's keys and values are stored: bf16, or fp8 (float8 e4m3), which needs about"
-            " half of the memory for each position, but is less exact: the tokens are others than with bf16."
+            " half of the memory for each position, but is less exact: the tokens differ from those with bf16."
         ),
     ] = KvDtype.BF16
     rebinds_at_once: Annotated[
         int,
         Setting(
-            "How many regions in a row are opened at once for a tenant whose regions are lost. Each time, its"
-            " sequences are computed again, which takes rows from the other tenants.",
+            "How many regions in a row are opened at once for a tenant that loses its regions. After each loss, the"
+            " tenant's sequences are computed again, which leaves fewer rows for the other tenants.",
             least=1,
             most=MAX_REBINDS_AT_ONCE,
         ),
@@ -145,7 +145,7 @@ class DecoderSettings:
     rebind_interval_s: Annotated[
         float,
         Setting(
-            "After that, the seconds between two regions that are opened for this tenant.",
+            "Seconds between two regions that are opened for such a tenant after the first `rebinds_at_once`.",
             key="rebind_interval_secs",
             least=0,
             most=MAX_WAIT_S,
@@ -154,25 +154,24 @@ class DecoderSettings:
     preempts: Annotated[
         bool,
         Setting(
-            "Whether a tenant with a higher weight that finds no free place takes the place of the youngest sequence"
-            " of the tenant with the lowest weight. That sequence is computed again later. Turn it on where the first"
-            " token of the tenant with the higher weight matters more."
+            "Whether a tenant that finds no free place takes that of the youngest sequence of the tenant with the"
+            " lowest weight, if this weight is lower than its own. That sequence is computed again later. Use it if the"
+            " first tokens of tenants with high weights matter most."
         ),
     ] = False
     reuses_prefixes: Annotated[
         bool,
         Setting(
-            "Whether the first blocks of a prompt are reused if the same tenant's region has them. The tokens are the"
-            " same either way; with it the first one comes sooner."
+            "Whether the first blocks of a prompt are reused if the same tenant's region has them. The first token then"
+            " comes sooner; the tokens are the same."
         ),
     ] = True
     region_life_s: Annotated[
         float | None,
         Setting(
             "Seconds that a tenant's region lasts, for operators who limit the age of grants. Before its end, its"
-            " sequences move to another region; the lease is larger by one region for this. Without this setting,"
-            " regions are renewed. If the daemon refuses a renewal, the refusal is logged, and the sequences move in"
-            " the same way.",
+            " sequences move to another region; the lease has room for one more region. Without this setting, regions"
+            " are renewed; if the daemon refuses a renewal, the refusal is logged, and the sequences move, too.",
             key="region_life_secs",
             least=MIN_REGION_LIFE_S,
             most=MAX_REGION_LIFE_S,
