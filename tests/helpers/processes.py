@@ -7,11 +7,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from helpers.waiting import wait_until
 
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 """Whether the files /proc/PID/task/TID/children (proc(5)) exist. Some kernels and sandboxes lack them."""
+
+_CHUNK_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,8 @@ def processes() -> list[ProcessInfo]:
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    # Use no Path, because making one takes longer than reading the file, and tests read all processes repeatedly.
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            text = file.read()
+        text = _content(f"/proc/{pid}/stat").decode()
     except (FileNotFoundError, ProcessLookupError):
         return None
     name, _, rest = text.partition("(")[2].rpartition(")")
@@ -104,8 +105,7 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += map(int, file.read().split())
+            found += map(int, _content(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
@@ -126,10 +126,27 @@ def marked(mark: str) -> list[ProcessInfo]:
 
 def _environment(pid: str) -> list[bytes]:
     try:
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            return (file.read() or b"").split(b"\0")
+        return _content(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
         return []
+
+
+def _content(path: str) -> bytes:
+    """Return the content of a file in /proc.
+
+    Reads it with system calls, because `open` and Path take longer than they do, and the leak check reads a file for
+    each thread of each daemon before and after every test.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = chunk = os.read(fd, _CHUNK_BYTES)
+        # The kernel returns at most a page in each call. Only an empty chunk is the end.
+        while chunk:
+            chunk = os.read(fd, _CHUNK_BYTES)
+            content += chunk
+        return content
+    finally:
+        os.close(fd)
 
 
 def status_of(pid: int) -> dict[str, str]:
