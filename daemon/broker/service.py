@@ -43,8 +43,9 @@ from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
 from gpulease.daemon.host.memory_limit import group_memory_limit, host_memory
 from gpulease.daemon.host.periodic_task import PeriodicTask
-from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
+from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
+from gpulease.daemon.host.thread_pool import LoopThreadPool
 from gpulease.daemon.host.unix_place import CHECK_INTERVAL_S
 from gpulease.daemon.leases import (
     Card,
@@ -121,7 +122,7 @@ async def running_service(config: Config, sockets: Sequence[GivenSocket] = ()) -
     # descriptors suffice for all leases that it may have.
     adopt_orphans()
     raise_descriptor_limit()
-    asyncio.get_running_loop().set_default_executor(thread_pool())
+    asyncio.get_running_loop().set_default_executor(LoopThreadPool())
     async with (
         open_state(config) as state,
         _open_cards(config) as source,

@@ -1,9 +1,4 @@
-"""Processes and threads of the daemon: prctl(2), pidfd_open(2), /proc, and a pool that starts all its threads at once.
-
-The daemon starts all threads that it will ever need when it starts. A host may refuse more later (setrlimit(2),
-RLIMIT_NPROC; a control group's pids.max). Then the daemon could not read a card during leases: it would check no
-session's memory and prove no memory free.
-"""
+"""Processes and threads of the daemon: prctl(2), pidfd_open(2), /proc, and the start of a thread."""
 
 import contextlib
 import ctypes
@@ -15,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
 from gpulease.daemon.host.cannot_start import CannotStart
@@ -183,13 +177,6 @@ def survive_stderr() -> None:
     sys.stderr = _LossyText(2)
 
 
-POOL_THREADS: Final = 32
-"""Number of threads for calls that block: reading cards and files. Concurrent readers share one listing of a card's
-processes, so a listing that hangs occupies one thread."""
-
-STACK_BYTES: Final = 1 << 20
-"""Stack of each thread: 32 MiB in total. With the usual 8 MiB, a host that does not overcommit would count 256 MiB."""
-
 HINT: Final = (
     "Raise its limits: TasksMax= and LimitNPROC= of its service, `ulimit -u`, pids.max of its control "
     "group, or memory for the threads' stacks."
@@ -209,22 +196,3 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
     except (RuntimeError, MemoryError):
         raise NoThread from None
-
-
-def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
-    """Return a pool whose threads all run already, so that it never starts another. Raises NoThread."""
-    pool = ThreadPoolExecutor(size, "gpulease-look")
-    barrier = threading.Barrier(size)
-    # The size applies to threads that are started from now on, so it is reset afterwards.
-    usual_bytes = threading.stack_size(STACK_BYTES)
-    try:
-        # A thread that waits at the barrier is not idle, so the pool starts another thread for each task.
-        wait([pool.submit(barrier.wait) for _ in range(size)])
-    except (RuntimeError, MemoryError):
-        # Threads that were started wait at the barrier; aborting it lets them end.
-        barrier.abort()
-        pool.shutdown(wait=False)
-        raise NoThread from None
-    finally:
-        threading.stack_size(usual_bytes)
-    return pool
