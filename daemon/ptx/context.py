@@ -1,8 +1,7 @@
-"""A worker's context on the embedded driver: memory, modules, the stream, launch graphs, and the texts of faults.
+"""A worker's context on the embedded driver: memory, modules, the queue of launches, graphs, and the texts of faults.
 
-A launch graph checks and packs its launches once, and a replay queues the packed records. Queuing a launch takes only a
-microsecond, so a replay saves just the steps before it: frames, plans, shape checks. The caller's thread performs a
-graph's copies after it has waited for the preceding kernels.
+A graph checks and packs its launches once, and a replay queues the packed records. The caller's thread makes a graph's
+copies, after it has waited for the kernels before them.
 """
 
 import ctypes
@@ -70,8 +69,7 @@ from gpulease.daemon.ptx.stream import LaunchQueue, host_threads, stream_code
 from gpulease.protocol.limits import MAX_EVENTS
 
 _SPACES = tuple(Space)
-# The beginning of an error, by the kind of access. The space and address are appended. Braces stand for the record's
-# `address`.
+# The beginning of an error's text, by the kind of access. `{}` stands for the record's `address`.
 _EVENTS: dict[int, str] = {
     Access.TRAP: "trap executed",
     Access.BREAKPOINT: "breakpoint without a debugger executed",
@@ -79,14 +77,14 @@ _EVENTS: dict[int, str] = {
     Access.NO_FUNCTION: "call through {:#x}, which is not a function with these parameters,",
     Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
     Access.NO_TARGET: "branch by the index {}, which is past its targets,",
-    # Faults of threads that wait for one another. The number is the barrier's, or it is the member mask.
+    # Faults of threads that wait for one another. The address is a barrier's number or a member mask.
     Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
     Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
     Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
     Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
     Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
 }
-# Spaces that a tenant's program does not distinguish. For both, CUDA reports "illegal address" without a space.
+# Spaces that an error does not name. For both, CUDA reports "illegal address" without a space.
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
@@ -97,14 +95,15 @@ def describe(
 
     Args:
         fault: The record.
-        text_at: Reads the null-terminated text at a device address; an assertion's record holds such addresses.
-        miss_text: Returns a text about the allocation closest to a failed access of `size` bytes at an address, or "".
+        text_at: Returns the null-terminated text at a device address. An assertion's record has such addresses.
+        miss_text: Describes the allocation closest to a failed access, given its address and its size in bytes; "" for
+            none.
         kernel: The kernel's name.
         tag: The launch's tag.
     """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     location = f"{place} in kernel {kernel}, PTX line {fault.line}"
-    # Step 1: an assertion, whose record holds three addresses of texts and a line number.
+    # Step 1: an assertion, whose record has three addresses of texts and a line number.
     if fault.access == Access.ASSERTION:
         message, file, function = (text_at(fault.assertion[n]) for n in range(3))
         failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
@@ -112,7 +111,7 @@ def describe(
     # Step 2: an event other than a memory access, such as a trap, a barrier, or a call through a bad pointer.
     if fault.access in _EVENTS:
         return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {location}", tag=tag, kernel=kernel)
-    # Step 3: a memory access. Alignment is checked before bounds, so a misaligned address is reported as misaligned.
+    # Step 3: a memory access. A misaligned address outside all allocations is reported as misaligned.
     space = _SPACES[fault.space]
     fault_kind = "misaligned" if fault.address % fault.size else "illegal"
     kind = fault_kind if space in _UNNAMED else f"{fault_kind} {space.value}"
@@ -131,12 +130,12 @@ def _triple(numbers: "list[int]") -> str:
     return f"({numbers[0]},{numbers[1]},{numbers[2]})"
 
 
-# The offset of a packed launch's tag. A replay changes only these bytes.
+# The place of the tag in a packed launch. A replay changes only these bytes.
 _TAG_AT: Final = QueuedLaunch.tag.offset
 _TAG_END: Final = _TAG_AT + QueuedLaunch.tag.size
 
 _Replay = Callable[[bytes, Poll], None]
-"""Queues or performs one step. Its arguments are the tag, as the bytes in a packed launch, and the poll."""
+"""Queues a launch or makes a copy. The arguments are the tag, as bytes of a packed launch, and the poll."""
 
 
 class CpuGraph:
@@ -146,7 +145,7 @@ class CpuGraph:
     native = 0
 
     def __init__(self, context: "CpuContext", steps: Sequence[Step]) -> None:
-        """Pack every step. Raises LaunchRejected for a launch that no replay could queue."""
+        """Pack every step. Raises LaunchRejected for a launch that can't run."""
         self._context = context
         self._steps = list(steps)
         self._replays = [self._replay_of(step) for step in steps]
@@ -154,7 +153,7 @@ class CpuGraph:
 
     @property
     def due(self) -> list[DriverKernel]:
-        # The queue runs a kernel's latest code, so a packed launch stays valid.
+        # The queue runs a kernel's latest code, so packed launches stay valid after a compilation.
         return [kernel for kernel in self._kernels if kernel.is_due]
 
     def bind(self, step: int, params: bytes) -> None:
@@ -165,10 +164,10 @@ class CpuGraph:
         self._replays[step] = self._replay_of(replace(kernel_step, params=params))
 
     def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
-        # The tag differs in each replay; all other fields were packed when the graph was created.
+        # Only the tag differs between replays.
         packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
         for number, step in enumerate(self._replays):
-            # Between segments the caller may end a replay that takes too long.
+            # Between segments, the poll may end a replay that takes too long.
             if number and number % SEGMENT_STEPS == 0:
                 poll()
                 next_segment()
@@ -184,7 +183,7 @@ class CpuGraph:
         self._kernels.clear()
 
     def _replay_of(self, step: Step) -> _Replay:
-        # Check and pack a launch now, split around the tag.
+        # Check and pack the launch now, as the bytes before and after the tag.
         context = self._context
         if isinstance(step, KernelStep):
             record, is_shared = context.record(
@@ -192,7 +191,7 @@ class CpuGraph:
             )
             before, tail = record[:_TAG_AT], record[_TAG_END:]
             return lambda tag, _: context.submit(b"".join((before, tag, tail)), is_shared)
-        # The caller's thread performs the copy, after waiting for everything that is queued before it.
+        # The caller's thread makes the copy after everything queued before it has run.
         address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
         if isinstance(step, DataStep) or step.to_device:
             return lambda _, poll: context.mem_write(address, memory, poll)
@@ -233,8 +232,8 @@ class CpuContext:
         slice_bytes: Room for allocations.
         hosts: Number of threads that run the blocks of a launch; None for as many as this process may use.
         architecture: The architecture for which images are loaded.
-        shuffle: The seed of the order in which warps and blocks run, which needs a single thread; None for the order of
-            their numbers.
+        shuffle: The seed of the order in which warps and blocks run; None for the order of their numbers. With a seed,
+            one thread runs all blocks.
     """
 
     page_bytes = 1
@@ -255,20 +254,20 @@ class CpuContext:
         self.printed: Callable[[str, str], None] = print_to_output
         # Receives the name of a region, and a note on it for the operator.
         self.noted: Callable[[str, str], None] = print_to_log
-        # A shuffled order can only be repeated if one thread runs all blocks.
+        # Only with a single thread can a shuffled order be repeated.
         self._hosts = (hosts or host_threads()) if shuffle is None else 1
         self._open_memory()
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
         self._last_stream = 0
-        # The kernel that writes an event's time, which the first event makes, and the addresses of unused stamps.
+        # The kernel that writes an event's time, loaded by the first event, and the addresses of unused stamps.
         self._stamp: CpuKernel | None = None
         self._stamps: list[int] = []
         self._stamps_at = 0
         self._is_closed = False
-        # A kernel may still run when the interpreter ends and frees its objects. This reference keeps the memory that
-        # the kernel uses, and only `close` drops it.
+        # A kernel may still run when the interpreter ends and frees its objects. This reference keeps the kernel's
+        # memory until `close`.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _open_memory(self, at: int = 0) -> None:
@@ -276,7 +275,8 @@ class CpuContext:
 
         The memory begins at `at`, unless that is 0 or already in use.
         """
-        # The order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
+        # Environments have the addresses of the arena, its shadow, the print buffer and the regions, so create these
+        # first.
         self._arena = MemoryArena(self._slice_bytes, at)
         self._prints = PrintBuffer()
         self._regions = EmbeddedRegions(self._arena)
@@ -334,7 +334,7 @@ class CpuContext:
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
-        # Kernels queued before the copy may use the bytes. If one of them faults, raise its fault.
+        # Kernels queued before the copy may use the bytes. If one of them has faulted, this raises its fault.
         self.sync(poll)
         source = data.cast("B")
         self._bytes_at(address, source.nbytes)[:] = source
@@ -347,7 +347,7 @@ class CpuContext:
 
     def _bytes_at(self, address: int, size_bytes: int) -> memoryview:
         """Return `size_bytes` of one allocation or region. Raises DriverError if they are not all in one."""
-        # Regions lie after the allocations; only their table knows their sizes.
+        # Regions come after the allocations, and `_regions` has their sizes.
         owner = self._regions if self._regions.covers(address) else self._arena
         return owner.bytes_at(address, size_bytes)
 
@@ -440,7 +440,7 @@ class CpuContext:
     def adopt_parked(
         self, state: bytes, host: memoryview, pages: Sequence[int] = (), ring: CopyRing | None = None
     ) -> None:
-        """Enter the state of another context with the same slice (`Context.adopt_parked`)."""
+        """Take over the state of another context with the same slice size (`Context.adopt_parked`)."""
         self._parked.adopt(state, host, pages, ring)
 
     def module_code(self, module: DriverModule) -> bytes:
@@ -448,10 +448,10 @@ class CpuContext:
         return b""
 
     def adopt_module(self, image: bytes, place: tuple[int, ...], code: bytes = b"") -> CpuModule:
-        """Load a module; `adopt_parked` has brought its variables (`Context.adopt_module`)."""
+        """Load a module whose variables `adopt_parked` has restored (`Context.adopt_module`)."""
         try:
             saved_place = ModulePlace.from_numbers(place)
-            # Numbers of kernels that were unloaded stay unused, as in the other context.
+            # Use the other context's numbers of kernels, in which unloaded kernels leave gaps.
             self._next_number = saved_place.first_number
             return self._load(image, admit_all, saved_place)
         except (ImageRejected, ValueError, TypeError) as error:
@@ -505,7 +505,7 @@ class CpuContext:
 
     def event(self, stream: int) -> StampedEvent:
         """Queue a kernel that writes the time into a slot (event_stamps.py). Raises DriverError beyond MAX_EVENTS."""
-        # The first event loads the kernel and takes room for all slots.
+        # The first event loads the kernel and allocates all slots.
         if self._stamp is None:
             first = self._stamps_at = self._arena.allocate(ALL_STAMPS_BYTES)
             self._stamp = self.module_load(STAMP).kernels["stamp"]
@@ -587,18 +587,18 @@ class CpuContext:
             shuffle=self._shuffle,
             place=place,
         )
-        # Never use a number twice in a context, because a fault record names its kernel by number.
+        # A fault record names its kernel by number, so no number is used twice in a context.
         self._next_number += len(module.kernels)
         self._modules.add(module)
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
         return module
 
     def forget_earlier(self) -> None:
-        """Do nothing: other leases' code is only in the operator's folder; `CpuDriver.recycle` drops all other code."""
+        """Do nothing: `CpuDriver.recycle` has dropped other leases' code, except that in the operator's folder."""
 
     def module_unload(self, module: DriverModule, poll: Poll = keep_waiting) -> None:
         """Unload a module after all queued work (`Context.module_unload`)."""
-        # After the wait no launch can name the module's kernels or variables.
+        # After the wait, no queued launch uses the module's kernels or variables.
         self.sync(poll)
         if not isinstance(module, CpuModule) or module not in self._modules:
             raise DriverError("this module is not loaded")
@@ -606,7 +606,7 @@ class CpuContext:
         for kernel in module.kernels.values():
             del self._kernel_names[kernel.number]
         release(module.variable_addresses, self._arena)
-        # The module no longer holds its code, so the cached code may exceed its bound.
+        # The code that only the module used now counts against the cache's limit.
         drop_oldest_code()
 
     def compile_kernel(self, kernel: DriverKernel, threads: int) -> bool:
@@ -633,7 +633,7 @@ class CpuContext:
         tag: int,
         attributes: DriverLaunchAttributes,
     ) -> None:
-        """Raise LaunchRejected: a block can't wait for others of a grid or cluster here (`Context.launch_with`)."""
+        """Raise LaunchRejected, because a block can't wait for other blocks here (`Context.launch_with`)."""
         label = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
         raise LaunchRejected(
             f"kernel {kernel.name}: the embedded driver runs blocks one after another, and does not do {label}",
@@ -660,9 +660,9 @@ class CpuContext:
         return CardProgress(ctypes.addressof(self._stream.state), idle, mark, reached, prepare=_nothing, sleeps=False)
 
     def _record(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """Return the bytes that native/submit.ll expects: a launch's head, and whether threads share its blocks.
+        """Return a launch's head and the flag whether threads share its blocks, as bytes for native/submit.ll.
 
-        None means that native code can't launch it; `launch` then reports the reason.
+        Returns None if native code can't launch the kernel. `launch` then raises the reason.
         """
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
@@ -675,7 +675,7 @@ class CpuContext:
     def record(
         self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
     ) -> tuple[bytes, bool]:
-        """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected."""
+        """Check and pack a launch. Returns its record, and whether threads share its blocks. Raises LaunchRejected."""
         head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
         if len(params) != kernel.parameter_bytes:
             raise LaunchRejected(
@@ -684,7 +684,7 @@ class CpuContext:
         return head + params, is_shared
 
     def _head(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
-        """Pack a launch's head; the bool is whether several threads run its blocks. Raises LaunchRejected."""
+        """Pack a launch's head. Also returns whether several threads share its blocks. Raises LaunchRejected."""
         # Step 1: check whether this kernel can run here at all.
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
@@ -693,7 +693,7 @@ class CpuContext:
             raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {reason}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
-        # Step 2: check the shape and shared memory. Dynamic shared memory follows the static variables, aligned.
+        # Step 2: check the shape and shared memory. Dynamic shared memory begins after the static variables, aligned.
         _check_shape(kernel, grid, block)
         shared = kernel.static_shared_bytes
         if shared_bytes:
@@ -702,12 +702,12 @@ class CpuContext:
             raise LaunchRejected(f"kernel {kernel.name}: shared memory must be 0 or more bytes, not {shared_bytes}")
         if shared > MAX_SHARED_BYTES:
             raise too_much_shared(kernel.name, shared_bytes, kernel.dynamic_shared_offset, MAX_SHARED_BYTES)
-        # Step 3: a single block runs in the stream's thread, unless it may wait for memory that another changes.
+        # Step 3: decide how blocks are divided among threads. Usually, a single block runs in the queue's own thread.
         spread = IN_ORDER
         blocks = math.prod(grid)
         if blocks > 1 or kernel.needs.parks:
             spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
-        # Step 4: make the head in the layout of native/structures.py; the parameters follow it in the record.
+        # Step 4: pack the head in the layout of native/structures.py. The parameters follow it in the record.
         head = LAUNCH_HEAD.pack(
             kernel.entry_for(blocks * math.prod(block)),
             blocks,
@@ -730,7 +730,7 @@ class CpuContext:
         return CpuGraph(self, steps)
 
     def flush_printed(self) -> None:
-        """Write kernels' output (`Context.flush_printed`). `sync` has done so if nothing was launched since."""
+        """Write kernels' output (`Context.flush_printed`). `sync` does so too."""
         self._flush()
 
     def watch(self, poll: Poll) -> None:
@@ -748,10 +748,10 @@ class CpuContext:
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
-        """Take the fault (`Context.fault`). First skips the launches after it, which takes microseconds."""
+        """Return the fault and reset it (`Context.fault`). First waits until the launches after it are skipped."""
         if not self._stream.has_fault:
             return None
-        # The fault record is stable only once the stream has stopped.
+        # The fault record is complete when the queue has stopped.
         self._stream.wait()
         self._flush()
         # Texts and allocations must be read before `forget_fault` lets launches run again.
@@ -768,7 +768,7 @@ class CpuContext:
 
     def close(self) -> None:
         """Close the context (`Context.close`). A kernel that still runs keeps the memory until the process ends."""
-        # The memory may be unmapped only after the stream's threads have ended.
+        # The memory may be unmapped only after the queue's threads have ended.
         if not self._is_closed and self._stream.close():
             self._is_closed = True
             self._flush()
@@ -786,7 +786,7 @@ class CpuContext:
 
     def _text_at(self, address: int) -> str:
         """Return the null-terminated text at a device address, up to the first byte that may not be read."""
-        # Read byte by byte, because the text may end just before memory that belongs to no allocation.
+        # Read byte by byte, because the text may end at the end of an allocation.
         text = bytearray()
         while len(text) < MAX_ASSERTION_TEXT:
             try:
@@ -805,7 +805,7 @@ class CpuContext:
         self._name_strays()
 
     def _name_strays(self) -> None:
-        """Report each ended region that kernels have accessed, once, to the operator."""
+        """Report ended regions that kernels have accessed to the operator, each once."""
         for address, size_bytes in self._regions.new_strays():
             count = self._regions.stray_accesses(address)
             self.noted(
@@ -824,13 +824,13 @@ def _nothing() -> None:
 
 
 def _pass(kernel: DriverKernel) -> None:
-    """Record nothing about a native launch, because a slot of the queue names its kernel."""
+    """Record nothing about a native launch, because its slot in the queue names the kernel."""
 
 
 def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
     """Raise LaunchRejected for a grid or block that no card accepts, or that this kernel does not."""
     x, y, z = grid
-    # All cards have the same bounds of grid and block. The kernel may set tighter ones.
+    # All cards have the same limits of grid and block. A kernel may have lower ones.
     if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
         raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
     x, y, z = block

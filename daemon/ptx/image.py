@@ -1,9 +1,10 @@
-"""Translates an image, keeps its code, and loads it into a context (the interface's `Module` and `Kernel`).
+"""Translates an image, caches its code, and loads it into a context (the interface's `Module` and `Kernel`).
 
-Every mistake in an image is found when the image is loaded. If a kernel can't be translated, the kernel's launches are
-refused for that reason. If no kernel can be translated, the image is refused. Kernels are compiled when they are first
-launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls functions by name,
-and finds variables in a table that each launch names. So this process or a later one can use it again
+An image is checked as a whole when it is loaded. Launches of a kernel that can't be translated fail with the reason. If
+no kernel can be translated, the image is rejected.
+
+Kernels are compiled at their first launch (kernel_code.py). Compiled code has no addresses of the process: it calls
+functions by name, and finds variables in a table that each launch names. So other processes can use it too
 (`daemon/native/code_cache.py`).
 """
 
@@ -50,7 +51,7 @@ from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.ptx.translate.module import Part, translate
 from gpulease.protocol.fast_dataclass import dataclass
 
-# The first four bytes of the kinds of images that only a card accepts.
+# The first four bytes of binary images, which only a card accepts.
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 
@@ -58,18 +59,18 @@ _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 class KernelFacts:
     """The facts about one kernel that are needed to load it.
 
-    They are plain values, because they are kept between processes.
+    They are plain values, which can be stored for other processes.
 
     Attributes:
-        required_block: The block that the kernel's .reqntid demands, or None.
-        static_shared_bytes: Shared memory that the kernel's variables take.
-        dynamic_shared_offset: Where shared memory requested at launch begins.
+        required_block: The block's shape by the kernel's .reqntid; None if it has none.
+        static_shared_bytes: Bytes of shared memory of the kernel's variables.
+        dynamic_shared_offset: The offset of the shared memory that a launch requests, in bytes.
         part: Index of the image's part that has the kernel's code.
         symbol: The name of the kernel's function in that part.
-        is_cooperative: Whether only a cooperative launch could run the kernel; see `cooperative_refused`.
-        needs: The memory that a block of the kernel takes in addition to shared memory.
-        refusal: Why the kernel can't be translated, and what to do; symbol and needs are then empty. None if it can be
-            translated.
+        is_cooperative: Whether the kernel needs a cooperative launch (`cooperative_refused`).
+        needs: The memory of a block of the kernel besides shared memory.
+        refusal: Why the kernel can't be translated, and what to do; None if it can. `symbol` and `needs` are then
+            empty.
     """
 
     name: str
@@ -88,7 +89,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleVariable:
-    """A variable of the module: its initial value, and the addresses in it that are known only when it is loaded."""
+    """A variable of the module: its initial value, and the places in it that get addresses when it is loaded."""
 
     name: str
     size: int
@@ -98,7 +99,7 @@ class ModuleVariable:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedImage:
-    """A whole image, as it is kept between processes.
+    """A translated image, in the form that is stored for other processes.
 
     Attributes:
         addressed: The functions whose addresses kernels take.
@@ -111,13 +112,13 @@ class TranslatedImage:
     parts: tuple[PartSource, ...]
 
     def to_bytes(self) -> bytes:
-        """Serialise for the cache. Raises OverflowError for a number of over 64 bits."""
+        """Serialise for the cache. Raises OverflowError for a number of more than 64 bits."""
         data: bytes = msgpack.packb(astuple(self))
         return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "TranslatedImage":
-        """Read what `to_bytes` of this version wrote. Raises ValueError or TypeError for anything else."""
+        """Read the result of this version's `to_bytes`. Raises ValueError or TypeError for other bytes."""
         # msgpack returns nested tuples in the order of the fields.
         kernels, variables, addressed, parts = msgpack.unpackb(data, use_list=False)
         return cls(
@@ -141,10 +142,10 @@ def translate_image(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> TranslatedImage:
     """Parse and translate. Raises ImageRejected if no kernel of the image could run."""
-    # Parse the text to a tree, and resolve each kernel's functions and shared variables in it.
+    # Parse the text, and find the functions and shared variables that each kernel uses.
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
-    # Before the long translation, refuse an image that can't be loaded.
+    # Check the size before the translation, which takes long.
     check_size(variables, slice_bytes)
     parts = translate(tree, shuffle)
     sources = tuple(PartSource.of(part.text, part.effort, is_once=part.is_once) for part in parts)
@@ -160,7 +161,7 @@ def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
 
 def _decode(image: bytes) -> str:
     """Return the PTX text. Raises ImageRejected for a binary, and for text that is too long or not UTF-8."""
-    # For a binary, give a hint, because it would run on a card.
+    # A binary would run on a card, so its error has a hint.
     kind = _BINARY_MAGICS.get(image[:4])
     if kind is not None:
         raise ImageRejected(
@@ -169,7 +170,7 @@ def _decode(image: bytes) -> str:
         )
     if len(image) > MAX_IMAGE_BYTES:
         raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
-    # Remove the null bytes at the end of PTX from a C string. Managed variables need a card's page faults.
+    # PTX from a C string ends with null bytes. Managed variables, which need a card's page faults, are rejected.
     text = text_of(image)
     refuse_managed_text(text)
     try:
@@ -182,7 +183,7 @@ def _decode(image: bytes) -> str:
 def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: needed for part in parts for name, needed in part.needs.items()}
-    # If a kernel's largest block does not fit an area, it could not run even alone.
+    # A kernel whose largest block does not fit into an area can't run.
     for function in tree.functions:
         if function.name in needs and not needs[function.name].fit(_max_threads(function)):
             reason = f"a block of {_max_threads(function)} threads keeps more than there is room for"
@@ -236,7 +237,7 @@ def _facts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedCode:
-    """A translated image and its code in this process, one piece for each part."""
+    """A translated image, and the code of each of its parts in this process."""
 
     image: TranslatedImage
     codes: tuple[PartCode, ...]
@@ -246,12 +247,12 @@ class LoadedCode:
         return sum(code.size_bytes for code in self.codes)
 
 
-# Code that this process holds, by key; the most recently used is last.
+# The code in this process by key, the most recently used last.
 _cached_code: OrderedDict[bytes, LoadedCode] = OrderedDict()
 
 
 def ready_to_look_up() -> None:
-    """Read this driver's own sources, from which keys are made, before a worker's sandbox hides them."""
+    """Read this driver's own sources, from which keys are computed, before a worker's sandbox hides them."""
     key_of(b"image", b"", ptx)
 
 
@@ -259,7 +260,8 @@ def load_code(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> LoadedCode:
     """Return an image's code, translated now or earlier for this architecture and order. Raises ImageRejected."""
-    # The architecture decides which images are refused, and the seed is compiled into the code, so the key has both.
+    # The key has the architecture, which decides which images are rejected, and the seed, which is compiled into the
+    # code.
     key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
     code = _cached_code.get(key)
     if code is None:
@@ -271,13 +273,13 @@ def load_code(
         code = _cached_code[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
         drop_oldest_code()
     _cached_code.move_to_end(key)
-    # The code may come from a lease with a larger slice.
+    # The code may have been translated for a lease with a larger slice.
     check_size(code.image.variables, slice_bytes)
     return code
 
 
 def forget_code() -> None:
-    """Drop all code that this process holds; a loaded module keeps its own."""
+    """Drop all cached code. Loaded modules keep their own."""
     _cached_code.clear()
 
 
@@ -292,13 +294,13 @@ def _kept_image(key: bytes) -> TranslatedImage | None:
 
 
 def _keep(key: bytes, translated: TranslatedImage) -> None:
-    # An image with a constant of more than 64 bits can't be kept; no compiler writes such a constant.
+    # An image with a constant of more than 64 bits, which no compiler writes, is not stored.
     with suppress(OverflowError):
         keep(key, translated.to_bytes())
 
 
 def drop_oldest_code() -> None:
-    """Drop the least recently used code while this process holds too much; a loaded module keeps its own."""
+    """Drop the least recently used code until the cache is within its limit. Loaded modules keep their own."""
     total = sum(code.size_bytes for code in _cached_code.values())
     while total > MAX_HELD_CODE_BYTES and len(_cached_code) > 1:
         _, dropped = _cached_code.popitem(last=False)
@@ -306,7 +308,7 @@ def drop_oldest_code() -> None:
 
 
 class _Handles:
-    """Handles of functions, unique in this process, so a pointer means nothing to another module."""
+    """Handles of functions. They are unique in this process, so no module can use another module's."""
 
     def __init__(self) -> None:
         self._next = FIRST_HANDLE
@@ -316,7 +318,7 @@ class _Handles:
         return self._next - HANDLE_STEP
 
     def keep_free(self, handle: int) -> None:
-        """Never assign this handle, because a module that came from another process has it."""
+        """Do not assign this handle, which a module from another process has."""
         self._next = max(self._next, handle + HANDLE_STEP)
 
 
@@ -324,7 +326,7 @@ _HANDLES = _Handles()
 
 
 class ModulePlace(NamedTuple):
-    """The parts of a module to which the tenant's data may refer: addresses of variables, and handles of functions.
+    """Addresses of a module's variables and handles of its functions, which the tenant's data may contain.
 
     Attributes:
         first_number: The number of its first kernel.
@@ -348,13 +350,13 @@ class CpuKernel:
     """The embedded driver's `Kernel` (drivers/interface.py).
 
     Attributes:
-        number: Its number among all kernels that the context ever loaded, for fault reports.
+        number: Its number among all kernels that the context has loaded so far, for fault records.
         required_block: The block that its .reqntid demands, or None.
         static_shared_bytes: Shared memory that its variables take.
-        dynamic_shared_offset: Where shared memory requested at launch begins.
-        code: The code with its runner, the function that runs blocks.
+        dynamic_shared_offset: The offset of the shared memory that a launch requests, in bytes.
+        code: The code of its part, with its runner, the function that runs blocks.
         symbol: The runner's name in that code.
-        variables: Host address of its module's table of variables.
+        variables: The host address of its module's table of variables.
         needs: The memory that a block of the kernel takes.
         running: The state of its execution, which native code reads and writes.
         running_at: The host address of `running`.
@@ -382,14 +384,14 @@ class CpuKernel:
 
     @property
     def is_due(self) -> bool:
-        """Return whether its first code has run for so long that it should be optimised (`DriverKernel.is_due`)."""
+        """Return whether its first code has run so long that the kernel should be optimised (`DriverKernel.is_due`)."""
         return int(self.running.first_code_ns) < 0
 
     def entry_for(self, threads: int) -> int:
         """Return the host address of its runner for a launch of this many threads. Raises LaunchRejected.
 
-        Compiles the kernel before its first launch. Optimises it before a launch for which the first code is too slow:
-        a launch of many threads, or any launch after the first code has run for long.
+        The kernel is compiled before its first launch. It is optimised before a launch of many threads, or after its
+        first code has run for long.
         """
         running = self.running
         left_ns = running.first_code_ns
@@ -400,7 +402,7 @@ class CpuKernel:
         return int(running.entry)
 
     def figures(self) -> Figures:
-        """Return the shared memory of its variables, the shared memory that these leave free, and its local memory."""
+        """Return the shared memory of its variables, the maximum that a launch may add, and its local memory."""
         return Figures(
             self.static_shared_bytes,
             MAX_SHARED_BYTES - self.dynamic_shared_offset,
@@ -410,7 +412,7 @@ class CpuKernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuModule:
-    """A loaded image, and the objects that must live as long as its kernels can run."""
+    """A loaded image, and the objects that its kernels need while they can run."""
 
     kernels: Mapping[str, CpuKernel]
     device_bytes: int
@@ -441,27 +443,26 @@ def load(
     shuffle: int | None = None,
     place: ModulePlace | None = None,
 ) -> CpuModule:
-    """Translate an image and allocate its variables. Raises ImageRejected, and then keeps no memory.
+    """Translate an image and allocate its variables. Raises ImageRejected, and then frees all memory.
 
-    `place` describes a module from another context, whose variables, with their contents, are in the arena already. The
-    image must match it.
+    `place` describes a module of another context, whose variables are already in the arena. The image must match it.
     """
-    # Step 1: get the code, perhaps from the cache, and the caller's consent to the memory that the code takes.
+    # Step 1: get the code, perhaps from the cache, and have the caller admit the module's memory.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)
     addresses = _place(variables, arena) if place is None else place.addresses
     handles = _handles_of(code, place)
-    # Step 2: the variables now have addresses, and the addressed functions have handles. Fill in the initialisers.
+    # Step 2: write the addresses of variables and the handles of functions into the initial values.
     names = [variable.name for variable in variables]
     address_of = dict(zip(names, addresses, strict=True))
     if place is None:
         _relocate(variables, address_of | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
-    # Step 3: make the table in which compiled code finds addresses and handles, in the translation's order.
+    # Step 3: create the table in which compiled code finds addresses and handles, in the order of the translation.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
-    # Step 4: make a kernel object for each entry point.
+    # Step 4: create a kernel for each entry point.
     kernels = {
         facts.name: _kernel(
             facts,
@@ -487,7 +488,7 @@ def _handles_of(code: LoadedCode, place: ModulePlace | None) -> dict[str, int]:
 
 
 def _place(variables: tuple[ModuleVariable, ...], arena: MemoryArena) -> tuple[int, ...]:
-    """Allocate each variable and write its first value. An empty variable gets the null address."""
+    """Allocate each variable and write its initial value. An empty variable gets the address 0."""
     addresses: list[int] = []
     try:
         for variable in variables:
@@ -501,10 +502,10 @@ def _place(variables: tuple[ModuleVariable, ...], arena: MemoryArena) -> tuple[i
 
 
 def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: MemoryArena) -> None:
-    """Write the addresses that initialisers name (PTX ISA section 5.4, "Initializers")."""
+    """Write the addresses that initial values contain (PTX ISA section 5.4, "Initializers")."""
     for variable in variables:
         for relocation in variable.relocations:
-            # A mask operator in the source became a shift. A symbol without an address gives 0.
+            # The parser converts a mask operator to a shift. A symbol without an address gives 0.
             value = (addresses.get(relocation.symbol, 0) + relocation.addend) >> relocation.shift
             place = addresses[variable.name] + relocation.offset
             size = relocation.size

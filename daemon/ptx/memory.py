@@ -1,12 +1,14 @@
-"""Device memory and the memory of running blocks, in mappings that cost nothing until they are touched.
+"""Device memory and the memory of running blocks, in mappings whose pages exist only after they are touched.
 
-Device memory is one reservation of address space per context. Each allocation is followed by at least one granule that
-no kernel may touch, and the sum is rounded up to a power of two. So an access just before or after an allocation
-faults, and never reaches another allocation. Each size class has its own range, with room for more allocations than a
-slice can hold. So an allocation that fits the slice always finds a place, and nothing fragments; unused address space
-costs nothing. Pages exist only after they are touched, and are returned to the host when freed. After the classes come
-the addresses of regions (region_pages.py). A running thread block has its shared memory, local windows and frames in a
-separate area.
+Device memory is one reservation of address space per context. An allocation gets a block: its bytes and at least one
+granule that no kernel may touch, rounded up to a power of two. So an access just before or after an allocation faults,
+and never reaches another allocation.
+
+Blocks of each size have a range of their own, the size class, with room for more blocks than a slice can hold. So an
+allocation that fits into the slice always finds a place. Unused addresses take no memory. After the classes come the
+addresses of regions (region_pages.py).
+
+A running thread block has its shared memory, local windows and frames in a separate area.
 """
 
 import contextlib
@@ -37,13 +39,12 @@ from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 from gpulease.protocol.fast_dataclass import dataclass
 
 PARKABLE_ADDRESS = 0x1000_0000_0000
-"""Where the memory of a parkable session begins, if the address is free. The address is the same in every worker, so
-the session's pointers stay valid. It is far from the addresses that a process maps by itself, and from a CUDA session's
-pages."""
+"""The address of a parkable session's memory, if it is free. It is the same in every worker, so that the session's
+pointers stay valid. It is far from addresses that a process maps by itself, and from a CUDA session's pages."""
 
 
 class Mapping:
-    """Anonymous, zeroed pages at a fixed address. The host provides each page when it is first touched.
+    """Anonymous pages of zeros, which never move. The host provides each page when it is first touched.
 
     Raises:
         DriverError: The host denies this process the address space.
@@ -59,17 +60,17 @@ class Mapping:
             ) from None
         self.size_bytes = size_bytes
         self.view = memoryview(self._map)
-        # Get the buffer's address without keeping a pointer, which would prevent `close`.
+        # Get the buffer's address. A pointer that is kept would prevent `close`.
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
         del anchor
 
     def discard(self, offset: int, size: int) -> None:
-        """Return whole pages to the host; they then read as zeros. Both numbers are multiples of the page size."""
+        """Return pages to the host, after which they read as zeros. Both numbers are multiples of the page size."""
         self._map.madvise(mmap.MADV_DONTNEED, offset, size)
 
     def close(self) -> None:
-        """Unmap the pages; nothing may touch the memory afterwards."""
+        """Unmap the pages. The memory must not be touched afterwards."""
         self.view.release()
         self._map.close()
 
@@ -99,25 +100,25 @@ class PlacedMapping:
         unmap_memory(self.address, self.size_bytes)
 
 
-# Areas of different blocks are in different pages, so no two threads write to the same cache line.
+# Areas of different blocks begin at different pages, so that no two threads write to the same cache line.
 _STRIDE_STEP = 4096
 
-# How a launch's blocks are distributed: blocks per chunk, number of environments, and the strides of shared memory,
-# local windows and frames. These are the last numbers of a launch's head (native/structures.py).
+# How a launch's blocks are distributed: blocks per chunk, number of environments, and the strides in bytes of shared
+# memory, local windows and frames. They are the last numbers of a launch's head (native/structures.py).
 Spread = tuple[int, int, int, int, int]
 
-# With this, all blocks run one after another in the first environment.
+# All blocks run one after another in the first environment.
 IN_ORDER: Spread = (0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """Memory that a kernel's block takes in addition to shared memory, and whether its blocks may wait.
+    """The memory of a kernel's block besides shared memory, and whether its blocks may wait.
 
     Attributes:
-        local_bytes: Bytes of local windows, whatever the block's size.
+        local_bytes: Bytes of local windows that do not depend on the number of threads.
         local_bytes_per_thread: Further bytes of local windows for each thread.
-        frame_bytes: Bytes of frames, whatever the block's size.
+        frame_bytes: Bytes of frames that do not depend on the number of threads.
         frame_bytes_per_thread: Further bytes of frames for each thread.
         parks: Whether a block may be set aside while it waits for another block.
     """
@@ -129,13 +130,13 @@ class KernelNeeds:
     parks: bool
 
     def areas(self, threads: int) -> tuple[int, int]:
-        """Return the bytes of local windows and of frames for a block of `threads`, each in whole strides."""
+        """Return the bytes of local windows and of frames for a block of `threads`, each rounded up to _STRIDE_STEP."""
         local = self.local_bytes + threads * self.local_bytes_per_thread
         frames = self.frame_bytes + threads * self.frame_bytes_per_thread
         return round_up(local, _STRIDE_STEP), round_up(frames, _STRIDE_STEP)
 
     def fit(self, threads: int) -> bool:
-        """Return whether an area has room for one block of `threads`."""
+        """Return whether an area has room for a block of `threads`."""
         local, frames = self.areas(threads)
         return local <= RESIDENT_LOCAL_BYTES and frames <= RESIDENT_FRAME_BYTES
 
@@ -144,14 +145,15 @@ class Areas:
     """The environments in which a context's blocks run, and the memory of those environments.
 
     Args:
-        first: An environment with the values that all environments share; this class adds the areas.
+        first: An environment with the values that all environments share. This class sets its areas.
     """
 
     def __init__(self, first: BlockEnvironment) -> None:
         self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
         self._environments = (BlockEnvironment * MAX_RESIDENT_BLOCKS)()
         self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
-        # Native code derives the other environments from the first: each lies one stride after the previous one.
+        # Native code computes the other environments from the first. Each one's areas are one stride after the previous
+        # one's.
         first.shared = self._memory.address
         first.local = first.shared + RESIDENT_SHARED_BYTES
         first.frames = first.local + RESIDENT_LOCAL_BYTES
@@ -160,16 +162,16 @@ class Areas:
         self.address = ctypes.addressof(self._environments)
 
     def spread(self, needs: KernelNeeds, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
-        """Choose how a launch is divided among `hosts` threads. Each of its blocks must fit an area."""
-        # Run blocks that never wait for each other in order, if there is only one thread or one block.
+        """Choose how a launch's blocks are divided among `hosts` threads. A block must fit into an area."""
+        # With one thread or one block, run blocks that never wait for each other in order.
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
-        # Hand out blocks that may be set aside one at a time. Hand out others in chunks, so that threads rarely compete
-        # for the counter.
+        # Threads take blocks that may be set aside one at a time, and other blocks in chunks, so that they seldom use
+        # the counter at the same time.
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
         local, frames = needs.areas(threads)
-        # Use as many environments as the scarcest kind of memory allows.
+        # Use as many environments as each kind of memory has room for.
         environment_count = min(
             MAX_RESIDENT_BLOCKS,
             RESIDENT_SHARED_BYTES // (shared or 1),
@@ -179,45 +181,43 @@ class Areas:
         return chunk, environment_count, shared, local, frames
 
     def close(self) -> None:
-        """Unmap the areas; nothing may run afterwards."""
+        """Unmap the areas. No block may run afterwards."""
         self._memory.close()
 
 
-# Bytes of a block after its allocation, which no kernel may touch. The smallest allocation of a class is therefore one
-# byte larger than the largest that fits a block of half the size.
+# Minimum bytes of a block after its allocation, which no kernel may touch.
 _RED_ZONE_BYTES = GRANULE_BYTES
 
-# Number of whole slices for which each class has enough blocks: one for the lease's allocations, one for modules'
+# Each class has enough blocks for this many full slices: one for the lease's allocations, and one for modules'
 # variables.
 _SLICES_PER_CLASS = 2
 
-# Each allocation counts as at least this many bytes, so smaller allocations can't fill a slice completely.
+# Minimum bytes that an allocation counts. It limits the number of allocations of a slice.
 _LEAST_COUNTED_BYTES = 128
 
-# Blocks of at least this size are whole pages, and are returned to the host when freed. Smaller ones are zeroed in
-# place.
+# Blocks of at least this size have whole pages, which are returned to the host when freed. Smaller blocks are zeroed.
 _DISCARD_BYTES = 64 * 1024
 
-# Larger than any card's memory, but small enough to keep everything within the 47 bits of a process's addresses.
+# Maximum size of a slice, larger than any card's memory. With it, all addresses fit into the 47 bits of a process's
+# addresses.
 MAX_SLICE_BYTES = 1 << 39
 
-# How many times a session can open a region as large as its slice. Addresses of regions are not reused, so this limits
-# the addresses that a session can use up.
+# Number of times that a session can open a region as large as its slice. Addresses of regions are not reused.
 _REGION_TURNS = 1024
 
-# The same bound in bytes, for the largest slices.
+# Maximum bytes of addresses for regions, which is the limit for the largest slices.
 _MAX_REGIONS_BYTES = 1 << 44
 
 _SHADOW_ENTRY_BYTES = 2
 _FULL_ENTRY = GRANULE_BYTES.to_bytes(_SHADOW_ENTRY_BYTES, "little")
-# The shadow is written in pieces of this size, so that a large allocation needs no large temporary object.
+# Number of the shadow's entries that are written at a time, so that a large allocation needs no large temporary object.
 _SHADOW_PIECE = 1 << 16
 _FULL_ENTRIES = _FULL_ENTRY * _SHADOW_PIECE
 _NO_ENTRIES = bytes(len(_FULL_ENTRIES))
 
 
 class _SizeClass:
-    """The blocks of one size; offsets are in bytes from the arena's start."""
+    """The blocks of one size. Offsets are in bytes from the arena's start."""
 
     def __init__(self, start: int, block_bytes: int, blocks: int) -> None:
         self.start = start
@@ -227,7 +227,7 @@ class _SizeClass:
         self._freed: list[int] = []
 
     def take(self) -> int | None:
-        # Prefer a block that was used before, whose pages may still exist.
+        # Prefer a freed block, whose pages may still exist.
         if self._freed:
             return self._freed.pop()
         if self._fresh == self.end:
@@ -240,17 +240,17 @@ class _SizeClass:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes from the start in which blocks have been handed out."""
+        """Bytes of the range, from its start, in which blocks were ever used."""
         return self._fresh - self.start
 
     def restore(self, used: "set[int]", used_bytes: int) -> None:
-        """Adopt another arena's state: its used blocks, and the bytes in which it has handed out blocks."""
+        """Take over another arena's state: the offsets of used blocks, and its `used_bytes`."""
         self._fresh = self.start + used_bytes
         self._freed = [at for at in range(self.start, self._fresh, self.block_bytes) if at not in used]
 
 
 def _shift_of(size_bytes: int) -> int:
-    """Return log2 of an allocation's block size: its bytes and its red zone, rounded up to a power of two."""
+    """Return log2 of the size of an allocation's block: its bytes and the red zone, rounded up to a power of two."""
     return (size_bytes + _RED_ZONE_BYTES - 1).bit_length()
 
 
@@ -259,23 +259,23 @@ _FIRST_SHIFT = _shift_of(1)
 
 def _mapped(size_bytes: int, at: int) -> "Mapping | PlacedMapping":
     if at:
-        # If these addresses are already in use, the session can be parked, but can't leave its process.
+        # If the address is in use, the session can be parked, but can't leave its process.
         with contextlib.suppress(DriverError):
             return PlacedMapping(size_bytes, at)
     return Mapping(size_bytes)
 
 
 class MemoryArena:
-    """The allocator and its shadow table, which generated code reads (translate/access.py).
+    """The allocator, and its shadow table, which generated code reads (translate/access.py).
 
     Attributes:
         regions_start: The first address of regions.
-        regions_bytes: How many bytes of addresses all regions of the context can take together.
+        regions_bytes: Bytes of addresses for all regions of the context together.
         allocated_bytes: The sum of all allocations' sizes.
 
     Args:
         slice_bytes: Room for allocations.
-        at: The address at which the memory should begin; 0 for any. If it is taken, the host chooses another one.
+        at: The address at which the memory should begin; 0 for any. If it is in use, the host chooses another.
 
     Raises:
         DriverError: `slice_bytes` is out of range, or the host has no address space for it.
@@ -285,7 +285,7 @@ class MemoryArena:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
             raise DriverError(f"a slice must have 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
-        # Step 1: lay out the size classes one after the other, from the smallest to the one that fits the whole slice.
+        # Step 1: lay out the size classes, from the smallest to the one for the whole slice.
         self._classes: list[_SizeClass] = []
         end = 0
         for shift in range(_FIRST_SHIFT, _shift_of(slice_bytes) + 1):
@@ -298,12 +298,12 @@ class MemoryArena:
         self._sizes: dict[int, int] = {}
         self.allocated_bytes = 0
         self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
-        # Step 2: the regions' addresses come after the classes. Lookups outside of the arena are clamped to one more
-        # granule at the end, which is never handed out.
+        # Step 2: reserve the addresses, with those of regions after the classes. One more granule at the end is never
+        # allocated. Lookups of addresses outside the arena use its entry.
         self.memory = _mapped(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES, at)
         self.regions_start = round_up(self.memory.address + end, REGION_GRANULE_BYTES)
         self.last_granule = (self.regions_start + self.regions_bytes - self.memory.address) >> GRANULE_SHIFT
-        # Step 3: one entry of the shadow for each granule, all zero: nothing may be touched yet.
+        # Step 3: create the shadow, with an entry for each granule. All are 0, so no byte may be touched yet.
         self.shadow = Mapping((self.last_granule + 1) * _SHADOW_ENTRY_BYTES)
 
     def allocate(self, size_bytes: int) -> int:
@@ -317,7 +317,7 @@ class MemoryArena:
             raise OutOfMemory(f"no address space is left for {size_bytes} bytes")
         self._sizes[offset] = size_bytes
         self.allocated_bytes += size_bytes
-        # From here on kernels may touch the bytes.
+        # Allow kernels to touch the bytes.
         self._mark(offset, size_bytes)
         return self.memory.address + offset
 
@@ -328,7 +328,7 @@ class MemoryArena:
         if size is None:
             raise DriverError(f"{address:#x} is not the address of an allocation")
         self.allocated_bytes -= size
-        # Forbid the bytes before they are reused, then zero them, because the next owner must find zeros.
+        # Forbid access to the bytes, then zero them for the next allocation.
         self._unmark(offset, size)
         size_class = self._class_of(offset)
         if size_class.block_bytes >= _DISCARD_BYTES:
@@ -341,7 +341,7 @@ class MemoryArena:
         """Return `size` bytes of one allocation. Raises DriverError if they are not all in one."""
         offset = address - self.memory.address
         if 0 <= offset < self._classes[-1].end:
-            # The block that holds the address, and whether an allocation of enough bytes begins there.
+            # Find the block of the address, and check that its allocation has all bytes.
             size_class = self._class_of(offset)
             start = offset - (offset - size_class.start) % size_class.block_bytes
             if offset + size <= start + self._sizes.get(start, -1):
@@ -354,7 +354,7 @@ class MemoryArena:
         if not 0 <= offset < self._classes[-1].end:
             return ""
         size_class = self._class_of(offset)
-        # The access is in the red zone of this block, or just before the next block.
+        # The access is after this block's allocation, or just before the next block's.
         start = offset - (offset - size_class.start) % size_class.block_bytes
         end_address = start + size_class.block_bytes
         misses = []
@@ -369,23 +369,23 @@ class MemoryArena:
         return f"{distance} bytes {where} of the {self._sizes[owner]} allocated at {self.memory.address + owner:#x}"
 
     def allow(self, address: int, size_bytes: int) -> None:
-        """Let kernels touch a region's memory; both numbers are multiples of a region's granule."""
+        """Let kernels touch a region's memory. Both numbers are multiples of REGION_GRANULE_BYTES."""
         self._mark(address - self.memory.address, size_bytes)
 
     def take_back(self, address: int, size_bytes: int) -> None:
-        """Forbid a region's memory, and return its pages, and those of its shadow, to the host."""
-        # Step 1: release the pages of the shadow that have entries of this region only, which zeroes them.
+        """Forbid access to a region's memory, and return the pages of the memory and of its shadow to the host."""
+        # Step 1: return the shadow's pages that have only entries of this region, which zeroes the entries.
         offset = address - self.memory.address
         first, end = (at // GRANULE_BYTES * _SHADOW_ENTRY_BYTES for at in (offset, offset + size_bytes))
         inner = min(end, round_up(first, mmap.PAGESIZE))
         inner_end = max(inner, end // mmap.PAGESIZE * mmap.PAGESIZE)
         if inner < inner_end:
             self.shadow.discard(inner, inner_end - inner)
-        # Step 2: entries at either end share a page with neighbours' entries, so they are zeroed by hand.
+        # Step 2: zero the entries at both ends, whose pages also have other regions' entries.
         self.shadow.view[first:inner] = bytes(inner - first)
         self.shadow.view[inner_end:end] = bytes(end - inner_end)
         for page in {at // mmap.PAGESIZE * mmap.PAGESIZE for at in (first, end)}:
-            # Step 3: release a shared page together with the last of its entries.
+            # Step 3: return a shared page if all of its entries are 0 now.
             entries = bytes(self.shadow.view[page : page + mmap.PAGESIZE])
             if entries == bytes(len(entries)):
                 self.shadow.discard(page, len(entries))
@@ -393,15 +393,15 @@ class MemoryArena:
         self.memory.discard(offset, size_bytes)
 
     def allocations(self) -> list[tuple[int, int]]:
-        """Return offset and size of each allocation, by offset."""
+        """Return offset and size of each allocation, sorted by offset."""
         return sorted(self._sizes.items())
 
     def used_bytes(self) -> list[int]:
-        """Return for each size class the bytes in which blocks have been handed out."""
+        """Return each size class's `used_bytes`."""
         return [size_class.used_bytes for size_class in self._classes]
 
     def restore(self, allocations: "dict[int, int]", used_bytes: "tuple[int, ...]") -> None:
-        """Enter the state of another arena for the same slice: sizes by offset, and its `used_bytes`.
+        """Take over the state of another arena of the same slice size: allocations' sizes by offset, and `used_bytes`.
 
         Raises DriverError if this can't be the state of such an arena.
         """
@@ -422,7 +422,7 @@ class MemoryArena:
             self._mark(offset, size)
 
     def discard_all(self) -> None:
-        """Return the pages of all allocations to the host. The allocations remain, and read as zeros."""
+        """Return the pages of all allocations to the host. The allocations remain and read as zeros."""
         for size_class in self._classes:
             if (used := round_up(size_class.used_bytes, mmap.PAGESIZE)) > 0:
                 self.memory.discard(size_class.start, used)
@@ -435,7 +435,7 @@ class MemoryArena:
         return self._classes[bisect_right(self._starts, offset) - 1]
 
     def _mark(self, offset: int, size: int) -> None:
-        """Write into the shadow how many bytes of each granule may be touched; the last granule may be partial."""
+        """Write into the shadow how many bytes of each granule may be touched. The last granule may be partial."""
         first, rest_bytes = offset >> GRANULE_SHIFT, size % GRANULE_BYTES
         granules = size >> GRANULE_SHIFT
         self._fill(first, granules, _FULL_ENTRIES)

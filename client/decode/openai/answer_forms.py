@@ -1,8 +1,8 @@
 """The form that a request requires of its answer: JSON by a schema, a regular expression, a choice, a grammar, or tags.
 
-Each server's API has its own parameters for this. OpenAI: `response_format`. vLLM: `structured_outputs` and
-`structural_tag`, and in older versions `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. llama.cpp:
-`json_schema` and `grammar`. SGLang: `regex` and `ebnf`. This module translates any of them into a grammar.
+The form becomes a grammar, which restricts the tokens of the answer. The parameters of several servers are accepted.
+OpenAI has `response_format`; vLLM `structured_outputs`, `structural_tag` and the older `guided_json`, `guided_regex`,
+`guided_choice` and `guided_grammar`; llama.cpp `json_schema` and `grammar`; SGLang `regex` and `ebnf`.
 """
 
 import json
@@ -23,13 +23,13 @@ MAX_FORM_CHOICES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of an answer. Apart from `parameter`, exactly one attribute is not None.
+    """The form of an answer. Exactly one attribute besides `parameter` is not None.
 
     Attributes:
         parameter: The name of the request's parameter that gave the form, for errors.
         schema: The JSON Schema of the answer.
         regex: A regular expression that the whole answer matches.
-        choices: The answer is exactly one of these texts.
+        choices: The texts of which the answer must be one.
         grammar: A grammar of the answer as the request wrote it, in EBNF or Lark (see text/written_grammar.py).
         tags: The tags in the answer's text.
     """
@@ -43,7 +43,7 @@ class AnswerForm:
 
     @property
     def is_text(self) -> bool:
-        """Whether the answer is text, not JSON or a choice, so that even a part of it, up to a stop, is useful."""
+        """Whether the answer is free text, of which even a part, up to a stop, is useful. JSON and choices are not."""
         return not (self.regex is None and self.grammar is None and self.tags is None)
 
     @property
@@ -54,8 +54,8 @@ class AnswerForm:
     def whole_grammar(self, special_token: Callable[[str], int | None]) -> str:
         """Return the grammar of a whole answer.
 
-        `special_token` maps the name of a special token to its id in the model; None if the model has no such token.
-        Raises GrammarRefused if the form can't be a grammar.
+        `special_token` returns the id of the special token with a name, or None if the model has none. Raises
+        GrammarRefused if the form can't be a grammar.
         """
         if self.tags is not None:
             return self.tags.grammar(special_token)
@@ -90,7 +90,7 @@ def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
         return AnswerForm(name, tags=structural_tags(name, value, name))
     if kind not in ("json_object", "json_schema"):
         raise invalid("response_format must have the type text, json_object, json_schema or structural_tag", name)
-    # OpenAI's clients put the schema into the member json_schema; llama.cpp's clients put it next to the type, even for
+    # In OpenAI's API the schema is in the member json_schema. llama.cpp's clients put it next to the type, also for
     # json_object.
     schema_object = value.get("json_schema") if kind == "json_schema" else None
     schema = schema_object.get("schema") if isinstance(schema_object, dict) else value.get("schema")

@@ -1,4 +1,4 @@
-"""Turns an answer's tokens into pieces of text as they are computed, and ends the text before a stop."""
+"""Turns an answer's tokens into pieces of text, and ends the answer at a stop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class TokenText:
     """A token of an answer.
 
     Attributes:
-        data: The bytes that it represents, possibly only part of a character.
+        data: The bytes of its text, which may be only part of a character.
         log_probability: The logarithm of its probability; None for a prompt's first token, which has none.
         begin: The offset of its text in the answer, in characters. An echoed prompt counts as part of the answer.
         ranks: For each of the likeliest tokens at this position, its bytes and the logarithm of its probability.
@@ -41,9 +41,9 @@ class AnswerPiece:
     Attributes:
         text: The text.
         tokens: Its tokens.
-        replays: How often the sequence has been replayed; None if the number has not changed since the last piece.
+        replays: Number of replays of the sequence so far; None if it has not changed since the last piece.
         finish: Why the answer ended; "" if it continues.
-        stop: The text in `stop` that ended it; "" if none did.
+        stop: The stop that ended it; "" if none did.
         calls: Pieces of tool calls.
         prompt_logprobs: For a whole answer, the log-probabilities of its prompt (`prompt_logprobs`), if requested.
     """
@@ -63,7 +63,7 @@ class AnswerPiece:
 
 
 class AnswerText:
-    """An answer's text, returned in pieces as soon as they are certain to be part of it.
+    """An answer's text. A piece is returned when it is certain that no stop begins in it.
 
     Attributes:
         completion_tokens: Number of tokens that were added.
@@ -87,8 +87,7 @@ class AnswerText:
             stops: Texts that end the answer.
             end_tokens: Tokens that end the sequence.
             offset: Length of the echoed prompt before the answer, in characters.
-            shown: Special tokens that are shown as text in this answer, with their bytes. Other special tokens have no
-                text.
+            shown: The bytes of special tokens that have a text in this answer. Other special tokens have none.
             includes_stop: Whether the stop or the end token is part of the answer.
         """
         self.completion_tokens = 0
@@ -97,8 +96,7 @@ class AnswerText:
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops, includes_stop=includes_stop)
         self._includes_stop = includes_stop
-        # Tokens that were not returned yet, because some of their text was not, each with the offset of the end of its
-        # text.
+        # Tokens whose text was not completely returned yet, each with the offset of the end of its text.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._emitted = 0
         self._replays = 0
@@ -114,12 +112,12 @@ class AnswerText:
         text = ""
         # The model's end tokens have no text, but an end token that the caller chose may have one.
         if self._includes_stop or emitted.token not in self._end_tokens:
-            # The stream holds back the bytes of an incomplete character, so a token may add no text yet.
+            # The decoder keeps the bytes of an incomplete character, so a token may add no text yet.
             text = self._stream.add(emitted.token)
             token = token_text(self._bytes_of, emitted, self._offset + self._decoded)
             self._waiting.append((token, self._decoded + len(text)))
         self._decoded += len(text)
-        # The filter holds back text that may be the beginning of a stop.
+        # The filter keeps text that may be the beginning of a stop.
         piece = self._piece(self._filter.add(text), is_last=False)
         if emitted.attempt != self._replays:
             piece.replays = self._replays = emitted.attempt
@@ -137,15 +135,15 @@ class AnswerText:
     def _piece(self, text: str, *, is_last: bool) -> AnswerPiece:
         self._emitted += len(text)
         waiting = self._waiting
-        # At the end without a stop, everything that was held back is part of the answer.
+        # At the end without a stop, all remaining text is part of the answer.
         if is_last and not self.is_stopped:
             count = len(waiting)
         elif is_last:
-            # After a stop, tokens that begin before it belong to the answer, because part of their text does.
+            # After a stop, tokens whose text begins before the stop are part of the answer.
             count = sum(token.begin < self._offset + self._emitted for token, _ in waiting)
         else:
-            # Before the end, return each token together with the last part of its text. After a stop, `end` decides
-            # which tokens are part of the answer.
+            # Before the end, a token is returned with the last part of its text. After a stop, `end` decides which
+            # tokens are part of the answer.
             count = next((number for number, (_, end) in enumerate(waiting) if end > self._emitted), len(waiting))
             if self.is_stopped:
                 count = 0
@@ -184,7 +182,7 @@ PromptLogprobs = dict[str, dict[str, Any]]
 
 
 PROMPT_TOKENS_AT_ONCE: Final = 32
-"""Number of a prompt's tokens that are processed without a pause. They take about 5 ms."""
+"""Number of a prompt's tokens that are processed in one turn of the event loop. They take about 5 ms."""
 
 
 async def prompt_logprobs(
@@ -193,9 +191,10 @@ async def prompt_logprobs(
     """Return an entry for each token of a prompt.
 
     The first entry is None, because the first token has no probability. Each other entry has the log-probabilities of
-    the token itself and of the `ranks` likeliest tokens at its position. A token's rank is None if it is not among the
-    likeliest tokens that the engine computed. A long prompt takes seconds, so this function lets other tasks run in
-    between.
+    the token itself and of the `ranks` likeliest tokens at its position. The token's rank is None if it is not among
+    the likeliest tokens that the engine computed.
+
+    Other tasks run in between, because a long prompt takes seconds.
     """
     names, logprobs = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
     for number, score in enumerate(scores):
@@ -225,9 +224,9 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
     replays: int | None = None
     async for emitted in generation:
         piece = answer.add(emitted)
-        # Remember the number of replays until a piece is yielded.
+        # Keep the number of replays until a piece is yielded.
         replays = piece.replays = replays if piece.replays is None else piece.replays
-        # Stop the computation: no further token can be part of the answer.
+        # No further token can be part of the answer, so cancel the generation.
         if answer.is_stopped:
             generation.cancel()
             break
@@ -240,7 +239,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
-    # The last piece also contains the text and tokens that the loop has not yielded.
+    # Add the text and tokens that the loop has not yielded.
     last = answer.end(finish)
     last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
     last.replays = replays

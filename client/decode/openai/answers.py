@@ -71,13 +71,13 @@ class CompletionAnswer:
                 piece.text, piece.calls = self._calls.add(piece.text)
                 if piece.finish:
                     piece.text += self._calls.end()
-                # If the length limit cut off the answer, the reason stays `length`, even if the answer has calls.
+                # An answer that was cut off keeps the reason `length`, even if it has calls.
                 if piece.finish == "stop" and self._calls.calls:
                     piece.finish = "tool_calls"
                 if piece.calls or not piece.is_empty:
                     yield piece
             return
-        # The echo needs the prompt's scores. They are complete when the first token arrives, so yield the echo then.
+        # The echo has the prompt's scores, which are complete when the first token arrives.
         offset = len(echo(self._tokenizer, self._prompt, ()).text)
         self._text = AnswerText(
             self._tokenizer, self._request.stops, self._end_tokens, offset, includes_stop=self._request.includes_stop

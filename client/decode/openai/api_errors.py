@@ -33,15 +33,14 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.problems import Problem, RequestRefused
 
 EXTENSION: Final = "gpulease"
-"""The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose the
-seed. In a stream's error it contains `status` and, if the caller may retry, `retry_after` in seconds."""
+"""The name of a member that replies have in addition to OpenAI's. It contains `replays`, and `seed` if the server chose
+the seed. In a stream's error it contains `status` and, if the caller may retry, `retry_after` in seconds."""
 
 INVALID: Final = "invalid_request_error"
 """The type of errors that the caller caused."""
 
 RETRY_AFTER_S: Final = 1.0
-"""Retry-After if it is unknown when there will be room. It is short, because each sequence that ends frees some
-room."""
+"""Retry-After in seconds if it is unknown when there will be room. Each sequence that ends makes some room."""
 
 OVERLOADED: Final = 503
 CLOSED_REQUEST: Final = 499
@@ -52,7 +51,7 @@ FINISHES: Final[Mapping[CompletionReason, str]] = {
     CompletionReason.END_OF_SEQUENCE: "stop",
     CompletionReason.MAX_TOKENS_REACHED: "length",
 }
-"""OpenAI's finish reason for each way in which a complete answer ends. Any other end is an error."""
+"""OpenAI's finish reason for each way in which a complete answer ends. Other ends are errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ class ReplyTo:
         status: The HTTP status.
         code: The error's code, for programs.
         is_retried: Whether the caller may retry; the reply then has Retry-After.
-        message: The text for the caller; "" for the error's own text. Texts of the host's own errors name its sockets,
-            paths and peers. Tenants must not see these, so such texts are only logged.
+        message: The text for the caller; "" for the error's own text. An error of the host may name sockets, paths and
+            peers, which tenants must not see. Then the error's own text is only logged.
     """
 
     status: int
@@ -95,7 +94,7 @@ _NO_ENGINE: Final = ReplyTo(
 )
 
 REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
-    # The first class that matches counts, so subclasses must come before their bases.
+    # The first class that matches is used, so subclasses come before their bases.
     RequestIdInUse: ReplyTo(IN_USE, "request_id_in_use"),
     UnknownModel: MODEL_REPLIES[ModelRefusal.UNKNOWN],
     TextNotRead: ReplyTo(400, "text_not_read"),
@@ -124,7 +123,7 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
 
 _KINDS: Final = {401: "authentication_error", 429: "rate_limit_error"}
 _RETRIED_BY_CLIENTS: Final = (IN_USE, FAILED)
-"""Statuses that OpenAI's clients retry by themselves, although here a retry would get the same reply."""
+"""Statuses for which OpenAI's clients retry, although a retry gets the same reply here."""
 
 
 class ApiError(Exception):
@@ -135,7 +134,7 @@ class ApiError(Exception):
         message: A sentence for people.
         code: The error's code, for programs.
         param: The parameter that is wrong; None if the error is not about a parameter.
-        retry_after_s: Seconds after which the caller may retry; None if a retry is useless.
+        retry_after_s: Seconds after which the caller may retry; None if a retry gets the same reply.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class ApiError(Exception):
 
     @property
     def parts(self) -> tuple[int, str, str, str | None, float | None]:
-        """The constructor's arguments, with which another process can make the same error: `ApiError(*parts)`."""
+        """The constructor's arguments, from which another process creates the same error: `ApiError(*parts)`."""
         return self.status, self.code, self.message, self.param, self.retry_after_s
 
     def body(self) -> dict[str, Any]:
@@ -166,7 +165,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self._whole_seconds)}
         if self.retry_after_s is None and self.status in _RETRIED_BY_CLIENTS:
-            # OpenAI's clients obey this header. Without it, they would retry even a request that breaks the engine.
+            # OpenAI's clients obey this header. Without it, they would retry requests for which a retry is useless or
+            # harmful.
             headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -198,7 +198,7 @@ def prompt_parameter(*, is_chat: bool) -> str:
 
 
 def _over_limit(limit: int, detail: str, param: str, reduced: str) -> ApiError:
-    # This is OpenAI's wording. Clients that shorten a chat recognise the error by it, and parse the numbers.
+    # This is OpenAI's text. Clients that shorten a chat recognise the error by the text, and parse its numbers.
     text = (
         f"This model's maximum context length is {limit} tokens. However, {detail}."
         f" Please reduce the length of the {reduced}."
@@ -216,9 +216,9 @@ def api_error_of(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefused):
-        # This is raised while the body is read, if it is too large or arrives too slowly.
+        # Raised while the body is read, if the body is too large or arrives too slowly.
         return error_of_problem(error.problem)
-    # A bug: the caller gets a generic 500, and the log has the traceback.
+    # After a bug, the caller gets a generic 500, and the log has the traceback.
     if not isinstance(error, GpuLeaseError):
         return None
     reply = reply_to(error)

@@ -1,4 +1,4 @@
-"""Callers' keys. The server keeps only each key's sha256, and compares it in constant time."""
+"""Callers' keys. The server has only each key's SHA-256, and compares in constant time."""
 
 import hashlib
 import hmac
@@ -8,7 +8,7 @@ from typing import Final
 from gpulease.client.errors import InvalidRequest
 
 MAX_KEY_BYTES: Final = 512
-"""Longest key. A longer one is refused before it is hashed."""
+"""Maximum bytes of a key. A longer key is refused before it is hashed."""
 
 
 class ApiKeys:
@@ -26,7 +26,7 @@ class ApiKeys:
         sent_digest, match = bearer_digest(authorization), None
         if sent_digest is None:
             return None
-        # Compare with every key, so that the time does not reveal which one matched.
+        # Compare with every key, so that the time does not show which one matched.
         for digest, tenant in self._tenant_of.items():
             if hmac.compare_digest(digest, sent_digest):
                 match = tenant
@@ -47,7 +47,7 @@ def bearer_digest(authorization: str) -> bytes | None:
     Returns None for a header without a key, or with a key that is too long.
     """
     scheme, _, token = authorization.partition(" ")
-    # Strip only HTTP's white space. Other white space of Latin-1 may be a byte of a UTF-8 character.
+    # Strip only HTTP's white space. Other white space in Latin-1 may be a byte of a UTF-8 character.
     key = token.strip(" \t").encode("latin-1")
     if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_BYTES:
         return None

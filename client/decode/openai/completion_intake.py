@@ -1,7 +1,7 @@
-"""Submits completions to the scheduler. This module does not depend on HTTP.
+"""Submits completions to the scheduler, independently of HTTP.
 
-`DecoderSource` runs in the process of a model's decoder; `served_models` finds the source for a request. A front has
-another kind of source, which sends requests to the decoder's process (`fronts/front_source.py`).
+`DecoderSource` runs in the process of a model's decoder, and `served_models` finds it for a request. A front has
+another source, which sends requests to the decoder's process (`fronts/front_source.py`).
 """
 
 import asyncio
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Maximum size of a body in bytes. This is enough for about 500,000 tokens, as text or as numbers."""
+"""Maximum bytes of a body, which has room for about 500,000 tokens as text or as numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request with submitted sequences.
+    """A request whose sequences were submitted.
 
     Attributes:
         model: The model's name.
@@ -67,7 +67,7 @@ class QueuePlace(Protocol):
     ) -> Submitted:
         """Parse the body in another process, and submit its sequences. Raises ApiError and the decoder's errors.
 
-        If the model is not on the card, this first waits for it, and calls `on_loading` if the request is for a stream.
+        If the model is not on the card, waits for it. Calls `on_loading` then, if the request is for a stream.
         """
 
 
@@ -138,8 +138,9 @@ class DecoderSource:
     async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
         """Parse and tokenize a body with `job` in another process. Returns the job's result, for `completion_of`.
 
-        Parsing up to 4 MiB of JSON and text, or running a template, would stall all streams of this process. Raises
-        ApiError for a prompt that is longer than the context, and the errors of `PromptIntake.do`.
+        In this process, parsing 4 MiB of JSON or running a template would delay all streams.
+
+        Raises ApiError for a prompt that is longer than the context, and the errors of `PromptIntake.do`.
         """
         more = {"is_chat": is_chat, "fresh_seed": secrets.randbits(31)}
         return await self.do(tenant, job, body, more, is_chat=is_chat)
@@ -162,9 +163,9 @@ class DecoderSource:
     async def submit(
         self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool, parameter: str = ""
     ) -> Submitted:
-        """Submit the result of `read`. From then on, the scheduler counts the request.
+        """Submit the result of `read`. The scheduler then counts the request against the tenant's limits.
 
-        If a prompt is too long, the error names `parameter`, by default the parameter that contains the prompt.
+        If a prompt is too long, the error names `parameter`, or by default the parameter with the prompt.
 
         Raises ApiError. If the scheduler refuses a sequence at once, cancels the other sequences first.
         """
@@ -180,7 +181,7 @@ class DecoderSource:
             for other in generations:
                 other.cancel()
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
-                # Use OpenAI's wording, from which clients parse how much they must shorten the prompt.
+                # Use OpenAI's text, from which clients parse how much they must shorten the prompt.
                 parameter = parameter or prompt_parameter(is_chat=is_chat)
                 raise too_long(
                     self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, parameter
@@ -193,9 +194,10 @@ class DecoderSource:
     ) -> dict[str, Any]:
         """Compute the vectors of the inputs in `answer`, a result of `read_inputs`. Returns the reply's body.
 
-        At any time, at most `max_concurrent` of the inputs are in progress. Their generations are added to
-        `generations`, so that the caller can cancel them. Raises ApiError, for example if the model can't embed texts,
-        and the errors of a generation.
+        At most `max_concurrent` of the inputs are in progress at a time. Their generations are added to `generations`,
+        so that the caller can cancel them.
+
+        Raises ApiError, for example if the model can't embed texts, and the errors of a generation.
         """
         pooling = self._decoder.pooling
         if pooling is None:
@@ -216,7 +218,7 @@ class DecoderSource:
                         pooling=pooling,
                     )
                 except RequestRejected as error:
-                    # The decoder's errors name the parameter `prompt`, which is `input` here.
+                    # The decoder's errors name the parameter `prompt`. Here it is `input`.
                     error.parameter = error.parameter and "input"
                     raise
                 generations.append(generation)
@@ -237,7 +239,7 @@ class DecoderSource:
         return embeddings_reply(vectors, sum(map(len, inputs)), self.model, is_base64=is_base64)
 
     def room(self, tenant: str) -> int:
-        """Return how many positions a tenant's sequence may have: the context length, or less in a small region."""
+        """Return how many positions a tenant's sequence may have: the context length, or fewer in a small region."""
         scheduler = self._decoder.scheduler
         # While the tenant has no region, use the size of the largest region that it may get.
         state = scheduler.tenants[tenant]
@@ -269,8 +271,8 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=request.priority,
                         cache_salt=request.cache_salt,
-                        # A sequence has the same number of ranks for prompt and answer; the reply leaves out surplus
-                        # ones.
+                        # A sequence has one number of ranks, for prompt and answer. The reply leaves out those that
+                        # were not requested.
                         ranks=max(request.ranks, request.prompt_ranks or 0),
                         scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),
@@ -284,16 +286,15 @@ class DecoderSource:
 
     def _max_tokens(self, request: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if request.max_tokens is not None:
-            # If only an echo is requested, compute one token, which the row of the prompt's last token computes anyway,
-            # and do not send it.
+            # If only an echo is requested, compute one token, and do not send it.
             return max(1, request.max_tokens)
-        # Submit at least 1, so that the scheduler refuses a prompt that leaves no room for an answer.
+        # Use at least 1, so that the scheduler refuses a prompt that leaves no room for an answer.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
 
 
 def _name_of(tenant: str, request_id: str, place: int) -> str:
     """Return the decoder's id for one of a request's sequences."""
-    # Prefix the id with the tenant: two tenants may use the same id, and must not be able to detect this.
+    # The id begins with the tenant, because two tenants may use the same id, and must not notice each other.
     name = f"{tenant}/{request_id}"
     return f"{name}#{place}" if place else name
 
@@ -301,8 +302,8 @@ def _name_of(tenant: str, request_id: str, place: int) -> str:
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
     """Return the reply to an error. Logs details that the caller must not see."""
     api_error = api_error_of(error)
-    # Log unexpected errors, and errors with a text that the caller must not see.
+    # Log unexpected errors, and errors whose text the caller must not see.
     if api_error is None or api_error.message != str(error):
-        # The log limits each tenant's lines, so a caller that retries at once can't fill the disk.
+        # The log limits each tenant's lines.
         log.failure("request_failed", error, tenant=tenant, request=request_id)
     return api_error or ApiError(500, "internal_error", "The server failed; its log has details.")

@@ -21,7 +21,7 @@ class TokenCounts:
     Attributes:
         prompt: Tokens of all prompts.
         completion: Tokens of all answers.
-        cached: Tokens of prompts that were not computed because their blocks could be reused.
+        cached: Tokens of prompts whose blocks were reused.
     """
 
     prompt: int
@@ -83,7 +83,7 @@ class ReplyHead:
     def chunk(self, piece: AnswerPiece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
         """Return the stream's object for a piece of an answer. `is_first` marks the answer's first piece."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish or None}
-        # Only the first chunk of a chat's answer has the role. It has the content, too, even if it is empty.
+        # The first chunk of a chat's answer has the role and the content, even if the content is empty.
         choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
@@ -129,7 +129,7 @@ class ReplyHead:
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
         name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
         body = {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        # OpenAI sends `usage: null` in all chunks before the one with the token counts.
+        # As in OpenAI's API, chunks before the one with the token counts have `usage: null`.
         return body | ({"usage": None} if is_chunk and self.has_usage else {})
 
     def _extension(self, replays: int | None, *, is_first: bool) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class ReplyHead:
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
-        # A token may be only part of a character. Then its text contains U+FFFD, but in chats `bytes` is exact.
+        # A token may be part of a character. Then its text has U+FFFD, and in chats `bytes` has the exact bytes.
         texts = [token.data.decode(errors="replace") for token in tokens]
         if not self.is_chat:
             return {
@@ -172,7 +172,7 @@ def _top_logprobs(token: TokenText, ranks: int) -> dict[str, float] | None:
     """
     if token.log_probability is None:
         return None
-    # Several tokens may have the same text, for example U+FFFD for parts of characters. Keep the likeliest one.
+    # Several tokens may have the same text, such as U+FFFD. Keep the likeliest one.
     logprobs: dict[str, float] = {}
     for data, log in (*token.ranks[:ranks], (token.data, token.log_probability)):
         logprobs.setdefault(data.decode(errors="replace"), log)

@@ -23,18 +23,17 @@ from gpulease.client.decode.text.prompt_reader import Cut
 from gpulease.client.texts import parse_problem, quoted
 
 MAX_STOPS: Final = 16
-"""Maximum number of stops. OpenAI's API allows 4, but tasks of lm-evaluation-harness send more. The limit bounds the
-search time, because every piece of text is searched for every stop."""
+"""Maximum number of stops, because every piece of text is searched for every stop. OpenAI's API allows 4, but tasks of
+lm-evaluation-harness send more."""
 
 MAX_STOP_CHARACTERS: Final = 1024
-"""Maximum length of a stop. The server holds back up to this much text, and searches it again with every token."""
+"""Maximum characters of a stop. Up to this much text is kept back and searched again with every token."""
 
 MAX_REFUSAL_CHARACTERS: Final = 240
-"""Maximum length of the text that says why a value is refused. It may quote the value, which may be long."""
+"""Maximum characters of the reason why a value is refused. The reason may quote the value."""
 
 MAX_MESSAGES: Final = 4096
-"""Maximum number of messages of a chat. The model's template processes each message, and only the limits of the text
-process bound the time that this takes."""
+"""Maximum number of messages of a chat. The model's template processes each message."""
 
 MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
 """Maximum number of bad words. Each word has up to two spellings in tokens, and each spelling is a bad sequence."""
@@ -43,8 +42,7 @@ MAX_CHOICES: Final = 128
 """Maximum number of sequences of one request: its number of prompts times `best_of`, which is `n` by default."""
 
 MAX_REPLY_SCORES: Final = 1 << 20
-"""Maximum number of log-probabilities in one reply. The reply is built in memory, where this many take about 64 MB of
-JSON."""
+"""Maximum number of log-probabilities in one reply. They take about 64 MB of JSON in memory."""
 
 MAX_TOOLS: Final = 128
 """Maximum number of tools, as in OpenAI's API."""
@@ -62,8 +60,8 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 """Default of `max_tokens` in a completion, as in OpenAI's API."""
 
 ALL_TOKENS: Final = -1
-"""In the APIs of other servers, the value of `top_k` that keeps all tokens, and the value of `truncate_prompt_tokens`
-that keeps as many tokens as fit."""
+"""The value of `top_k` that keeps all tokens in other servers' APIs, and of `truncate_prompt_tokens` that keeps as many
+tokens as fit."""
 
 MAX_TOKEN_DIGITS: Final = 10
 """Maximum number of digits of a token's id. Python takes quadratic time to convert long strings of digits."""
@@ -81,7 +79,7 @@ _SAMPLING_NAMES: Final = (
 """Parameters of a request that have the same name and type in SamplingParameters."""
 
 _OPENAI_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
-"""Attributes of SamplingParameters that have another name in a request, with that name."""
+"""Names in a request of attributes of SamplingParameters that have another name there."""
 
 _MESSAGE_MEMBERS: Final = ("role", "content", "name")
 _ROLE_MEMBERS: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
@@ -102,17 +100,17 @@ class CompletionRequest:
         messages: A chat's messages, each with `role` and `content`; () for a completion.
         variables: Further variables for the chat's template, including the tools.
         continues: Whether the answer continues the chat's last message.
-        begins: Whether prompts begin with the tokenizer's begin token. None for the default: completions do, and for
-            chats the tokenizer's files decide.
-        cut: Which part of a prompt that is too long is kept; None if such a prompt is refused.
+        begins: Whether prompts begin with the tokenizer's begin token; None for the default. By default, completions
+            do, and for chats the tokenizer's files decide.
+        cut: Which part of a too long prompt is kept; None to refuse such a prompt.
         cache_salt: The request's prompts share cached blocks only with requests that have the same salt.
         form: The form of the answer; None if any text is allowed.
         tools: The tools that the model may call; () if it may call none.
-        must_call: Whether the answer must consist of calls only.
+        must_call: Whether the answer must consist only of calls.
         is_parallel: Whether the answer may have several calls.
         tool_format: Name of the format in which the model writes calls (tool_formats.py); "" without tools, or until
             the model is known.
-        max_tokens: Maximum number of tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
+        max_tokens: Maximum number of tokens to emit; None if the caller set none. It may be 0 only with `is_echo`.
         choices: Number of answers to each prompt.
         tries: Number of sequences to compute for each prompt. The likeliest `choices` of them are sent.
         sampling: How tokens are chosen.
@@ -124,7 +122,7 @@ class CompletionRequest:
         ranks: For how many of the likeliest tokens at each position of the answer the reply has log-probabilities.
         prompt_ranks: The same for each position of the prompt; None if the reply has no `prompt_logprobs`.
         is_echo: Whether the reply has the prompt before the answer.
-        priority: Decides the order of the tenant's waiting requests: the lowest number is admitted first.
+        priority: The tenant's waiting request with the lowest number is admitted first.
         is_stream: Whether the answer is sent as it is computed.
         has_usage: Whether the stream ends with the token counts.
         has_running_usage: Whether each object of the stream has the token counts so far.
@@ -173,7 +171,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     Raises ApiError, which names the invalid or unsupported parameter.
     """
     parameters = parse_object(body)
-    # Check names before values, so that an unknown or unsupported parameter is reported even if a value is invalid.
+    # Check the names before the values, so that an unknown or unsupported parameter is reported first.
     check_parameters(parameters, PARAMETERS, is_chat=is_chat)
     seed = _integer(parameters, "seed")
     options = parameters.get("stream_options")
@@ -209,7 +207,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         form=form,
         tools=tools,
         must_call=must_call,
-        # If tool_choice names a tool, the model calls it once, as on OpenAI's servers: clients expect exactly one call.
+        # If tool_choice names a tool, clients expect exactly one call, as on OpenAI's servers.
         is_parallel=bool(tools)
         and parameters.get("parallel_tool_calls") is not False
         and not isinstance(parameters.get("tool_choice"), dict),
@@ -254,7 +252,7 @@ def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str,
         raise invalid(text, "continue_final_message")
     messages = _messages(parameters.get("messages"))
     if continues and messages[-1].get("tool_calls"):
-        # The prompt would end after the message's content, without its calls.
+        # The prompt could not end with the message's calls.
         text = "continue_final_message can't be combined with a last message that has tool_calls"
         raise invalid(text, "continue_final_message")
     return messages, variables, continues
@@ -268,8 +266,7 @@ def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
 def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
     """Return which part of a prompt `truncate_prompt_tokens` keeps; None if the body does not have this parameter.
 
-    With the value -1, the prompt is cut so that an answer of `answer_tokens` tokens still fits after it. Raises
-    ApiError.
+    With the value -1, an answer of `answer_tokens` tokens still fits after the prompt. Raises ApiError.
     """
     most = _within(parameters, "truncate_prompt_tokens", 0, ALL_TOKENS, MAX_POSITIONS)
     side = parameters.get("truncation_side")
@@ -330,9 +327,8 @@ def _check_stops(
 ) -> None:
     """Refuse parameters that could end an answer before its form is complete, or continue it afterwards.
 
-    Lists of tokens are refused, too, because they may exclude the tokens that the form needs. `stop` is accepted with a
-    regular expression, a grammar or tags, because callers who send both want this, as vLLM's examples do. Raises
-    ApiError.
+    Lists of tokens are refused because they may exclude tokens that the form needs. `stop` is accepted with a regular
+    expression, a grammar or tags, as in vLLM. Raises ApiError.
     """
     label = "tools" if form is None else form.parameter
     if has_tools and form is not None and form.is_own_grammar:
@@ -353,7 +349,7 @@ def check_model(name: str, names: Sequence[str]) -> None:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Return a body's JSON object. Raises ApiError if the body is not a JSON object."""
     try:
-        # Python would also accept NaN and Infinity, which are not JSON.
+        # By default, Python accepts NaN and Infinity, which are not JSON.
         parameters = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {parse_problem(error)}", code="invalid_json") from None
@@ -446,7 +442,7 @@ def _max_tokens(parameters: Mapping[str, Any], least: int, *, is_chat: bool) -> 
         if value > MAX_POSITIONS:
             raise invalid(f"{name} = {quoted(value)} is more than any model supports", name)
         return value
-    # A chat's default depends on the settings and on the length of its prompt, so it is not known here.
+    # A chat's default depends on the settings and on the length of its prompt.
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 
 
@@ -456,10 +452,10 @@ def _sampling(parameters: Mapping[str, Any], seed: int) -> SamplingParameters:
     values |= {name: value for name in _SAMPLING_NAMES if (value := parameters.get(name)) is not None}
     values |= {"logit_bias": _biases(parameters.get("logit_bias")), "ignores_end": _flag(parameters, "ignore_eos")}
     values |= {name: _tokens(parameters, name) for name in ("stop_token_ids", "allowed_token_ids")}
-    # Other servers write -1 for "all", this engine 0.
+    # Other servers use -1 for "all", and this engine 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
-    # First check each value alone, so that the error can name its parameter.
+    # Check each value alone first, so that the error names its parameter.
     for name, value in values.items():
         parameter = str(_OPENAI_NAMES.get(name, name))
         _built(lambda name=name, value=value: SamplingParameters(**{name: value}), parameter)  # type: ignore[misc]
@@ -491,7 +487,7 @@ def _tokens(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list):
         raise invalid(f"{name} must be a list of token ids", name)
-    # vLLM refuses this, too: an empty list would allow no token rather than all.
+    # An empty list would allow no token. vLLM refuses it too.
     if name == "allowed_token_ids" and not value:
         raise invalid(f"{name} must have at least one token; leave it out to allow all", name)
     return tuple(value)
@@ -507,8 +503,8 @@ def check_reply_scores(request: CompletionRequest, lengths: Iterable[tuple[int, 
     scores_per_token = request.ranks + 1 if request.has_logprobs else 0
     scores = 0
     for prompt_tokens, max_tokens in lengths:
-        # A stream does not collect the log-probabilities of its answers. The reply to a chat contains `prompt_logprobs`
-        # once, the reply to a completion once in each choice.
+        # A stream's answers are not collected. A chat's reply has `prompt_logprobs` once, and a completion's reply once
+        # in each choice.
         scores += (
             request.choices
             * scores_per_token
@@ -549,7 +545,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
     if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
         raise invalid(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
     for word in words:
-        # A word is forbidden both with and without a space before it, so a word of only spaces would be empty.
+        # A word is forbidden with and without a space before it. A word of only spaces would be empty without it.
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARACTERS:
             rule = f"each must be a string of at most {MAX_STOP_CHARACTERS} characters, not only spaces"
             raise invalid(f"bad_words: {quoted(word)}; {rule}", "bad_words")
@@ -600,7 +596,7 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}: role must be one of {', '.join(ROLES)}, not {quoted(role)}", "messages")
     for name, item in message.items():
-        # Refuse other members, such as audio. Clients often send them as null or [], which means nothing.
+        # Refuse other members, such as audio, unless they are null or [], which clients often send.
         if name not in (*_MESSAGE_MEMBERS, *_ROLE_MEMBERS.get(role, ())) and item not in (None, []):
             raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
     content, calls = message.get("content"), message.get("tool_calls")

@@ -38,20 +38,19 @@ MAX_ALIASES: Final = 16
 """Maximum number of further names of a model. `/v1/models` has an entry for each of them."""
 
 MAX_ORIGINS: Final = 64
-"""Maximum number of origins of pages. The server compares the origin of each request with all of them."""
+"""Maximum number of origins of web pages. The server compares each request's origin with all of them."""
 
 MAX_MODEL_QUEUE: Final = 4096
-"""Upper bound of `max_waiting` in the table `[pool]`. Each waiting request keeps its body, up to 4 MiB, in memory."""
+"""Upper bound of `max_waiting` in the table `[pool]`. Each waiting request has its body, up to 4 MiB, in memory."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
-"""Default for the longest time that a request waits for admission. It is shorter than a few minutes, after which
-clients give up or retry.
+"""Default for the maximum seconds that a request waits for its admission. Clients give up or retry after a few minutes.
 """
 
 DEFAULT_CHAT_TOKENS: Final = 256
-"""Default for the maximum number of tokens of a chat's answer. The server reserves blocks for this many tokens, so the
-default is much less than the context length."""
+"""Default for the maximum number of tokens of a chat's answer. It is much less than the context length, because blocks
+are reserved for this many tokens."""
 
 MAX_HTTP_PROCESSES: Final = 64
 """Maximum number of processes that serve HTTP. Each loads its own copy of the tokenizer, about 100 MB."""
@@ -136,7 +135,7 @@ class KeyTable:
             "The key's sha256. To make a key: openssl rand -hex 32",
             what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
             read=_read_digest,
-            # Treat the value as secret, because an operator may have written the key itself here by mistake.
+            # The value is secret, because an operator may have written the key itself here by mistake.
             is_secret=True,
         ),
     ] = None
@@ -205,7 +204,7 @@ class TenantTable(KeyTable):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the tenant's region, from whichever of the two settings is given."""
+        """The number of blocks of the tenant's region, from the one of the two settings that is given."""
         return self.max_blocks or -(-(self.context_tokens or 0) // PAGE)
 
 
@@ -531,9 +530,9 @@ class DecodeSettings:
 
 
 def default_http_processes() -> int:
-    """Return how many processes serve HTTP if the settings do not say."""
+    """Return the default number of processes that serve HTTP."""
     cores = len(os.sched_getaffinity(0))
-    # On a small host, more processes would only compete with the engine's process for cores.
+    # On a small host, fronts would take cores from the engine's process.
     return 0 if cores < MIN_CORES_FOR_FRONTS else min(DEFAULT_MOST_FRONTS, cores // 2)
 
 
@@ -551,7 +550,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         raise InvalidRequest(f"{path}: [pool] must be given with [models.NAME], and only then")
     model, name = path.parent, ""
     if file.model is not None:
-        # A relative path starts from the settings file's folder, so that the server can be started from any folder.
+        # A relative path is relative to the settings file's folder.
         model = path.parent / file.model
         name = model.stem if file.name is None else file.name
         if not _NAME.fullmatch(name):
@@ -566,7 +565,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     for tenant_id, table in file.tenants.items():
         if not _NAME.fullmatch(tenant_id):
             raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
-        # Tenants may have any names, so no declaration can list their tables. Read each table separately.
+        # Tables of tenants are named freely, so read each table separately.
         tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
         tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
         digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
@@ -664,7 +663,7 @@ def _read_key(where: str, file: Path) -> str:
     """Return the key in a file. Raises InvalidRequest unless root or this user owns it, and nobody else can read it."""
     try:
         with open_regular(file) as opened:
-            # Check the open file rather than the path, where another file could appear in between.
+            # Check the open file, because the file at the path may be replaced meanwhile.
             status = os.fstat(opened.fileno())
             if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: other users can access key_file {file}", f"chmod 600 {file}")

@@ -1,7 +1,7 @@
 """`/v1/embeddings`: vectors of texts, for models whose files specify the pooling.
 
-Each input is a separate prompt. Its rows share steps with rows of other requests, but the bits of its vector do not
-depend on them. A vector has length 1.
+Each input is a separate prompt. The bits of its vector do not depend on other requests in the same steps. A vector has
+length 1.
 """
 
 import base64
@@ -82,7 +82,7 @@ def _inputs(value: Any) -> list[Any]:
 async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
     """Wait for the vector of an input. Raises the generation's errors, and ApiError if it was cancelled."""
     async for _ in generation:
-        # After the last row, one token is emitted. Ignore it.
+        # One token is emitted after the last row. Ignore it.
         pass
     if generation.pooled is None or generation.pooled.count < len(generation.request.token_ids):
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its vectors were complete.")

@@ -1,8 +1,8 @@
-"""Structures that Python and generated code share. Their fields' offsets are the contract between the two.
+"""Structures that Python and generated code share. Generated code uses the fields' offsets.
 
-A waiting thread keeps a frame. In a kernel that waits only at barrier 0, a frame is `SHORT_HEAD_BYTES` with the place
-where the thread resumes, then the registers kept. In all other kernels it is a `FrameHead`, the words that the thread
-shows to its warp, its words from its last complete exchange, then the registers kept.
+A waiting thread keeps a frame. In a kernel that waits only at barrier 0, the frame is a head of `SHORT_HEAD_BYTES` with
+the place where the thread resumes, and then the saved registers. In all other kernels the frame is a `FrameHead`, the
+words that the thread shows to its warp, the words from its last complete exchange, and then the saved registers.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from enum import IntEnum
 SHORT_HEAD_BYTES = 8
 SLOT_BYTES = 8
 
-# Words that a thread can show in one exchange.
+# Maximum number of words that a thread can show in one exchange.
 MAX_SHOWN_WORDS = 32
 
 # Number of named barriers of a block (PTX ISA section 9.7.13.1).
@@ -20,7 +20,7 @@ BARRIERS = 16
 
 
 class ThreadState(IntEnum):
-    """States of a thread; block.ll has the same numbers."""
+    """States of a thread. block.ll has the same numbers."""
 
     READY = 0
     YIELDED = 1
@@ -31,12 +31,16 @@ class ThreadState(IntEnum):
 
 
 class FrameHead(ctypes.Structure):
-    """Head of a waiting thread's frame: the thread's request, and the result that it reads when it resumes.
+    """The head of a waiting thread's frame: the thread's request, and the results that it reads when it resumes.
 
-    `kind` is the barrier's number, or the value that must be equal for threads to exchange; `members` the barrier's
-    number of threads (0: all), or the member mask; `flag` the predicate contributed; `line` the PTX line; `place` the
-    thread's indices, packed. Results: `group` is the lanes that exchanged, or the number of threads at the barrier;
-    `ballot` those lanes with the flag set, or their number.
+    A request waits at a barrier or exchanges words with other threads of the warp.
+
+    `kind` is the barrier's number, or a value that must be equal for threads to exchange. `members` is the barrier's
+    number of threads, or 0 for all, or the member mask of the exchange. `flag` is the thread's predicate, `line` the
+    PTX line, and `place` the thread's packed indices.
+
+    Of the results, `group` is the number of threads at the barrier, or the lanes that exchanged. `ballot` is the number
+    of these threads with the flag set, or their lanes.
     """
 
     _fields_ = (
@@ -56,7 +60,7 @@ class FrameHead(ctypes.Structure):
 HEAD_BYTES = ctypes.sizeof(FrameHead)
 MAX_HEAD_BYTES = HEAD_BYTES + 2 * SLOT_BYTES * MAX_SHOWN_WORDS
 
-# Before the first frame: the number of threads that have arrived at each barrier without waiting.
+# Bytes before the first frame: for each barrier, the number of threads that have arrived without waiting.
 BOARD_BYTES = 4 * BARRIERS
 
 # The shifts of a thread's x, y and z in `place`; x and y are at most 1023, z at most 63.
@@ -65,12 +69,12 @@ PLACE_MASK = 1023
 
 
 class ReturnStatus(IntEnum):
-    """Return values of a thread's or a kernel's function."""
+    """Return values of the function of a thread or a kernel."""
 
     DONE = 0
     WAITS = 1
     FAULT = 2
-    # Returned by a device function only: the thread has ended in it, or the called pointer is not a function.
+    # Only device functions return these: the thread has ended in the function, or the called pointer is not a function.
     EXITED = 20
     NO_FUNCTION = 21
 
@@ -80,7 +84,7 @@ class Access(IntEnum):
     STORE = 2
     TRAP = 3
     ATOMIC = 4
-    # The following kinds touch no memory. Up to PART_OF_WARP, `address` is the barrier's number or a mask of lanes.
+    # The following kinds access no memory. Up to PART_OF_WARP, `address` is the barrier's number or a mask of lanes.
     BARRIER = 5
     BARRIER_OPERAND = 6
     EXCHANGE = 7
@@ -105,7 +109,7 @@ class Fault(ctypes.Structure):
         ("line", ctypes.c_uint32),
         ("thread", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
-        # For a failed assertion: the addresses of its texts, and its line.
+        # For a failed assertion, the addresses of its three texts, and its line.
         ("assertion", ctypes.c_uint64 * 4),
     )
 
@@ -113,9 +117,9 @@ class Fault(ctypes.Structure):
 class BlockEnvironment(ctypes.Structure):
     """The environment in which a block runs: the context's memory and the block's areas, as host addresses and sizes.
 
-    `block` is the flat number of the block that runs in it, or of the first of several; `resumes` is 1 if that block
-    was set aside and continues, 0 if it begins; `next` links environments. `returned` is the address of a `Returned`;
-    stray atomic operations of the block go to `scratch`, which is zeroed before each of them.
+    `block` is the number of the block that runs in the environment, or of the first of several blocks. `resumes` is 1
+    if that block was set aside and continues, and 0 if it begins. `next` links environments. `returned` is the address
+    of a `Returned`. Atomic operations of the block in ended regions use `scratch`, which is zeroed before each of them.
     """
 
     _fields_ = (
@@ -132,18 +136,18 @@ class BlockEnvironment(ctypes.Structure):
         ("next", ctypes.c_uint64),
         ("returned", ctypes.c_uint64),
         ("scratch", ctypes.c_uint64 * 2),
-        # An environment fills two cache lines, because different host threads use neighbouring environments.
+        # An environment has two cache lines, because different host threads use neighbouring environments.
         ("reserved", ctypes.c_uint64 * 2),
     )
 
 
 class Returned(ctypes.Structure):
-    """The ended regions, for accesses that find nothing in the shadow table.
+    """The ended regions, for accesses that the shadow table forbids.
 
-    Regions begin at `start` and take `granules` granules. `counters` is the address of a table with one word for each
-    granule: the address of its region's count of stray accesses, 0 if the granule is in no ended region. `strays`
-    counts the stray accesses to all regions. Stray loads read `zeros`, and stray stores write `sink`, which is never
-    read.
+    Regions begin at `start` and have `granules` granules. `counters` is the address of a table with one word for each
+    granule: the address of its region's count of stray accesses, or 0 if the granule is in no ended region. A stray
+    access is one in an ended region. `strays` counts those of all regions. Stray loads read `zeros`, and stray stores
+    write to `sink`, which is never read.
     """
 
     _fields_ = (
@@ -162,7 +166,7 @@ REGION_GRANULE_BYTES = 1 << REGION_SHIFT
 
 
 class PrintHead(ctypes.Structure):
-    """Head of kernels' output: `capacity` bytes follow, `used` of them records; `dropped` records did not fit."""
+    """The head of kernels' output. Of the `capacity` bytes after it, `used` are records; `dropped` did not fit."""
 
     _fields_ = (
         ("used", ctypes.c_uint64),
@@ -174,13 +178,13 @@ class PrintHead(ctypes.Structure):
 
 
 class PrintRecord(ctypes.Structure):
-    """The head of one call's record; `size` includes it."""
+    """The head of the record of one call of printf. `size` includes the head."""
 
     _fields_ = (("size", ctypes.c_uint32), ("kernel", ctypes.c_uint32))
 
 
 class Mark(IntEnum):
-    """Meanings of a byte within a conversion of a format; any other byte ends the conversion."""
+    """Meanings of bytes in a conversion of a format. Any other byte ends the conversion."""
 
     FLAG = 1
     LONG = 2
@@ -191,11 +195,11 @@ class Mark(IntEnum):
 
 
 class QueuedLaunch(ctypes.Structure):
-    """The head of a queue slot: one launch. Its parameters follow. A slot without entry ends the stream's thread.
+    """The head of a slot of the queue, which is one launch. The launch's parameters follow.
 
-    Its blocks are handed out `chunk` at a time, to at most `environment_count` environments with areas a stride apart.
-    If `chunk` is 0, all blocks run one after another in the first environment. `running` is the address of the
-    kernel's KernelRunning; the stream replaces `entry` with the entry there.
+    `chunk` blocks at a time run in an environment, of which there are at most `environment_count`. If `chunk` is 0, all
+    blocks run one after another in the first environment. `running` is the address of the kernel's KernelRunning, from
+    which the stream takes the current `entry`. A slot whose `entry` is 0 ends the stream's thread.
     """
 
     _fields_ = (
@@ -224,12 +228,12 @@ PARAMETERS_OFFSET = ctypes.sizeof(QueuedLaunch)
 
 
 class KernelRunning(ctypes.Structure):
-    """How a kernel runs; team.ll, stream.ll and submit.ll have the same offsets.
+    """The state of a kernel's execution. team.ll, stream.ll and submit.ll have the same offsets.
 
-    `block_ns` is how long one block took at the last launch, 0 if unknown. `entry` is the address of its
-    runner, 0 before it is compiled. `first_code_ns` is the time that launches may still spend in its first code. The
-    stream counts it down. When it becomes negative, native code stops launching the kernel until Python has optimised
-    it. 0 means that the code is already optimised, and not timed.
+    `block_ns` is the time of one block at the last launch, or 0 if it is unknown. `entry` is the address of the
+    kernel's runner, or 0 before the kernel is compiled. `first_code_ns` is the time that launches may still run in the
+    first code. The stream counts it down. When it is negative, native code does not launch the kernel until Python has
+    optimised it. It is 0 for optimised code.
     """
 
     _fields_ = (
@@ -246,13 +250,14 @@ class Semaphore(ctypes.Structure):
 
 
 class StreamState(ctypes.Structure):
-    """State that the caller and the stream's native loop share; stream.ll has the same offsets.
+    """State that the caller and the stream's native loop share. stream.ll has the same offsets.
 
-    `completed` counts slots that the loop has finished; `faulted` is 1 from a fault until it is taken, and during that
-    time `tag` and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller
-    sleeps on `done`. The fields after `done` belong to the caller (submit.ll): the number of slots that it has filled,
-    the threads that exist, the address of the kernels' output, and the address of the counts of slots after the marks
-    (CardProgress).
+    `completed` counts the slots that the loop has finished. `faulted` is 1 after a fault until the caller takes it.
+    Then `tag` and `kernel` are those of the launch at fault, and `fault` is the address of its record. `waiting` is 1
+    while the caller sleeps on `done`.
+
+    Only the caller (submit.ll) uses the fields after `done`: the number of slots that it has filled, the number of
+    threads, the address of kernels' output, and the address of the counts of slots at the marks (CardProgress).
     """
 
     _fields_ = (
@@ -278,12 +283,12 @@ class StreamState(ctypes.Structure):
 
 
 class Team(ctypes.Structure):
-    """State that the threads of a launch share; team.ll has the same offsets.
+    """State that the threads of a launch share. team.ll has the same offsets.
 
-    `environments` is the address of the first environment; `helpers` the number of threads in addition to the
-    stream's; `wake_ns` the remaining work that justifies waking them; `next` the first block not handed out; `stop`
-    becomes 1 with a fault, and `fault` names its record; `used` counts the environments in use, `idle` the helpers
-    that sleep.
+    `environments` is the address of the first environment. `helpers` is the number of threads besides the stream's, and
+    `idle` the number of those that sleep. They are woken if at least `wake_ns` of work is left. `next` is the first
+    block that no thread has taken. `used` counts the environments in use. After a fault, `stop` is 1, and `fault` is
+    the address of its record.
     """
 
     _fields_ = (
@@ -293,7 +298,7 @@ class Team(ctypes.Structure):
         ("wake_ns", ctypes.c_uint64),
         ("idle_yields", ctypes.c_uint64),
         ("ending", ctypes.c_uint64),
-        # Words that are written for every chunk, and words that idle threads poll, have separate cache lines.
+        # Words that are written for every chunk and words that idle threads poll are in separate cache lines.
         ("_gap1", ctypes.c_uint64 * 2),
         ("next", ctypes.c_uint64),
         ("stop", ctypes.c_uint64),

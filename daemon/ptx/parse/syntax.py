@@ -1,6 +1,6 @@
 """The tree of a parsed PTX text, and PTX's fundamental types (PTX ISA section 5.2, "Types").
 
-Names are resolved: an operand contains the register or variable itself, not its name.
+An operand has the register or variable itself in place of its name.
 """
 
 from dataclasses import field
@@ -42,7 +42,7 @@ class Scalar:
 
     def accepts(self, register: "Scalar") -> bool:
         """Return whether an operand of this type may be a register of the other type (PTX ISA section 9.2)."""
-        # The sizes must be equal, and a predicate matches only a predicate. Then a type of bits matches every type, and
+        # The sizes must be equal, and a predicate matches only a predicate. A type of bits matches every type, and
         # integers match each other.
         if self.bits != register.bits or Kind.PREDICATE in (self.kind, register.kind):
             return self == register
@@ -56,8 +56,7 @@ def _scalars() -> dict[str, Scalar]:
             table[f"{kind.value}{bits}"] = Scalar(f"{kind.value}{bits}", bits, kind)
     for bits in (32, 64):
         table[f"f{bits}"] = Scalar(f"f{bits}", bits, Kind.FLOAT)
-    # Registers of the types .b16 and .b32 may also contain these (section 5.2.3). So they are types of bits here, and
-    # the instruction decides the meaning of the bits.
+    # Registers of the types .b16 and .b32 may contain these types (section 5.2.3), so they are types of bits here.
     for name, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32)):
         table[name] = Scalar(name, bits, Kind.BITS)
     return table
@@ -94,7 +93,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Relocation:
-    """An address in an initialiser: at `offset`, `size` bytes of `symbol + addend` from its bit `shift` on."""
+    """An address in an initial value. At `offset` are `size` bytes of `symbol + addend`, from bit `shift` on."""
 
     offset: int
     size: int
@@ -112,9 +111,9 @@ class DeclaredVariable:
         space: Its state space.
         size: Its size in bytes.
         alignment: Its alignment in bytes, a power of two.
-        offset: Bytes from the start of its function's area of that space. It has no meaning for GLOBAL and CONST:
-            these variables get their addresses when the image is loaded.
-        initial: Its first bytes. The rest are zeros.
+        offset: Bytes from the start of its function's area of that space. Not used for GLOBAL and CONST, whose
+            variables get addresses when the image is loaded.
+        initial: Its first bytes. The others are 0.
         is_dynamic: Whether it is `.extern .shared x[]`, which begins after the static shared memory.
         relocations: The parts of `initial` that are known only when the image is loaded.
     """
@@ -327,10 +326,10 @@ class Image:
         functions: The kernels.
         variables: The variables in device memory.
         subroutines: The functions with a body that are not kernels.
-        addressed: The functions with addresses that are taken, in the order of the table of addresses, where they
-            follow the variables. None until the image is linked (translate/call_graph.py).
-        refusals: By name, the errors of kernels and functions that can't be translated, as far as they are known. If
-            the body could not be parsed, the function has no instructions.
+        addressed: The functions whose addresses are taken, in the order of the table of addresses, where they come
+            after the variables. None until the image is linked (translate/call_graph.py).
+        refusals: The errors that are known of kernels and functions, by name. A function whose body could not be parsed
+            has no instructions.
     """
 
     version: tuple[int, int]

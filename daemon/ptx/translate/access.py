@@ -1,12 +1,12 @@
 """Computes the address of an access, and checks that the access is allowed (PTX ISA sections 5.1 and 6.4).
 
 Global addresses are host addresses in the context's arena. The arena's shadow table has an entry for each granule of
-256 bytes: how many of the granule's bytes may be accessed. An access is aligned and at most 16 bytes long, so it never
-spans two granules, and one load and one comparison decide whether it is allowed. The last granule is never allocated,
-and addresses outside of the arena are clamped to it.
+256 bytes: the number of the granule's bytes that may be accessed. An access is aligned and has at most 16 bytes, so it
+is within one granule. One load and one comparison decide whether it is allowed. The last granule is never allocated,
+and its entry is used for addresses outside the arena.
 
-If this check forbids an access, its address is searched for in the regions that have ended (drivers/interface.py). An
-access to such a region is counted and redirected: a load reads zeros, and a store writes to memory that is never read.
+If the shadow forbids an access, the regions that have ended are searched (drivers/interface.py). An access in an ended
+region is counted and redirected: a load reads zeros, and a store writes to memory that is never read.
 
 Shared, local and parameter addresses are offsets into a window of known size. A generic address is valid if it is
 valid as a global one, or if it is in the host memory of the block's shared window or of the thread's local window.
@@ -48,8 +48,7 @@ SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
 
 RECORD_FAULT = "record_fault"
 
-# This is a separate function that is not inlined, because every access contains a call of the function, which hardly
-# ever runs.
+# The function is not inlined, because every access has a call of it, which seldom runs.
 RECORD_FAULT_IR = f"""
 define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, i32 %access, i32 %space, i32 %line)
     noinline cold {{
@@ -70,8 +69,8 @@ define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, 
 
 _STAND_IN = "stand_in"
 
-# Returns the substitute for an access in an ended region. It accesses no memory of the kernel and preserves all
-# registers, so LLVM can optimise a loop around the access as if there were no call.
+# Returns the substitute for an access in an ended region. The function accesses no memory of the kernel and preserves
+# all registers, so that LLVM can optimise a loop around the call.
 STAND_IN_IR = f"""
 define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
     noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
@@ -131,7 +130,7 @@ def checked_pointer(
 ) -> Value:
     """Return a host pointer for an access of `size` bytes. If the access is not allowed, the kernel ends with a fault.
 
-    With `needed_bytes`, an i64, only that many bytes must be allocated. The others can be read, but their values are
+    If `needed_bytes`, an i64, is not None, only that many bytes must be allocated. The values of the others are
     undefined.
     """
     address, space = address_in(t, operand, space)
@@ -154,9 +153,9 @@ def checked_access(
     size_and_access: tuple[int, Access],
     operation: Callable[[Value], Sequence[Value]],
 ) -> Sequence[Value]:
-    """Perform a load or store of this size and kind. Return the results of `operation`; zeros for an ended region.
+    """Write a load or store of this size and kind. Returns the results of `operation`, or zeros for an ended region.
 
-    `operation` gets a pointer and must write a single basic block, so that a loop around the access stays simple.
+    `operation` gets a pointer, and must write a single basic block.
     """
     size, access = size_and_access
     address, space = address_in(t, operand, space)
@@ -189,7 +188,7 @@ def reach(
     otherwise: str,
     needed_bytes: Value | None = None,
 ) -> Value:
-    """Return a host pointer for an access of this size and kind. If it is not allowed, the code goes to `otherwise`."""
+    """Return a host pointer for an access of this size and kind. The code jumps to `otherwise` if it is not allowed."""
     size, _ = size_and_access
     valid = is_valid(t, address, space, size, needed_bytes)
     if space not in _WINDOWS:
@@ -334,7 +333,7 @@ def _space_of(t: OperandTranslator, variable: DeclaredVariable, space: Space) ->
     """
     if variable.space is Space.CODE:
         raise t.problem(f"{variable.name[:60]} is a function")
-    # PTX writes .param for a kernel's parameters, a function's results and a call's variables alike.
+    # PTX has one name, .param, for a kernel's parameters, a function's results and a call's variables.
     if space is Space.PARAM and variable.space in (Space.CALL, Space.RESULT):
         return variable.space
     if space not in (Space.GENERIC, variable.space):
@@ -372,11 +371,11 @@ def address_type(t: OperandTranslator, register: Register) -> Scalar:
 
 def global_is_valid(ir: IrWriter, address: Value, size: int, needed_bytes: Value | None = None) -> Value:
     """Compute whether a global address may be accessed. With `needed_bytes`, only that many bytes must be allocated."""
-    # These three never change while a kernel runs, so LLVM hoists them out of loops.
+    # These three do not change while a kernel runs, so LLVM loads them before loops.
     arena = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.arena.offset)
     shadow = ir.fixed("ptr", ENVIRONMENT, BlockEnvironment.shadow.offset)
     last = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.last_granule.offset)
-    # An address below the arena wraps to a huge offset, so it is clamped like an address above the arena.
+    # An address below the arena wraps to a large offset, which is clamped to the last granule.
     offset = ir.binary("sub", address, arena)
     granule = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("lshr", offset, GRANULE_SHIFT), last)
     # The granule's entry is the number of its allocated bytes, which are at its beginning.

@@ -1,7 +1,7 @@
 """Loads and stores by many lanes at once (see access.py for the checks).
 
-Lanes usually access neighbouring memory. The generated code tests this with their addresses. If they do, it checks all
-granules in which they access memory, and moves one masked vector. Otherwise, a function makes the access for one lane
+Lanes usually access neighbouring memory, which the generated code tests by their addresses. In this case the code
+checks all granules of the access, and moves one masked vector. Otherwise, a function makes the access for one lane
 after another. If the address is the same for all lanes, one access is made, as for one thread.
 """
 
@@ -110,7 +110,7 @@ class _Access:
             self._base, self._offset = add_wrapping(t.ir, self._base, operand.offset), 0
         self._kind = f"i{self._scalar.bits}"
         self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
-        # Hosts with 256-bit vectors can't mask elements below 32 bits. LLVM would write a branch for each lane.
+        # Hosts with 256-bit vectors can't mask elements below 32 bits, so LLVM would write a branch for each lane.
         self._is_narrow = self._scalar.bits < 32
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
@@ -226,8 +226,8 @@ class _Access:
                 return ir.wide_value(self._kind, f"load {vector}, {pointer}, align {self._size}")
             ir.raw(f"store {vector} {value.text}, {pointer}, align {self._size}")
             return value
-        # LLVM's masked load and store never access memory of lanes that do not take part. Their alignment is an operand
-        # up to LLVM 21 and an attribute from 22 on, which still reads the operand.
+        # LLVM's masked load and store do not access memory of lanes that do not take part. The alignment is an operand
+        # up to LLVM 21, and an attribute from LLVM 22 on, which still accepts the operand.
         place, places = f"ptr {pointer.text}, i32 {self._size}", "ptr, i32"
         flags = self._flags()
         flag_type = f"<{ir.lanes * self._count} x i1>"
@@ -298,8 +298,7 @@ class _Access:
 class _LongAccess(_Access):
     """An access of two or four words by each lane.
 
-    A separate function reorders the values, eight lanes at a time, because LLVM needs a long time for vectors of all
-    values.
+    A function reorders the values of eight lanes at a time, because LLVM takes long for vectors of all values.
     """
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:

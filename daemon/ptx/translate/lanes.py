@@ -2,13 +2,15 @@
 
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-The mask has a bit for each thread that exists. The indices are those of the first thread; the others follow it in the
-row, or for warps in the block. The function returns a `ReturnStatus`. For a fault, the bits from 8 on are the lane at
-fault. The basic blocks are in the order of the PTX. Each has a mask of the lanes that wait for it. The first block with
-waiting lanes always runs next, so lanes that a branch has separated run together again where its paths join
-(uniformity.py). Registers that are equal in all lanes are scalars, others are vectors. If a lane does not take part in
-a write, its element of the vector stays the same, unless it is no longer needed. Operations that can't be done on
-vectors are done in a loop over the lanes.
+The mask has a bit for each thread that exists. The indices are those of the first thread. The other threads follow it
+in its row or, for warps, in the block. The function returns a `ReturnStatus`. For a fault, its bits from 8 on are the
+lane at fault.
+
+The basic blocks are in the order of the PTX. Each has a mask of the lanes that wait for it. The first block with
+waiting lanes runs next, so lanes that a branch has separated run together again where the paths join (uniformity.py).
+
+Registers that are equal in all lanes are scalars, and others are vectors. A write does not change the elements of lanes
+that do not take part. Operations without a vector form are done in a loop over the lanes.
 """
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, unifo
 from gpulease.daemon.ptx.translate.vectors import NotAsLanes, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
-# Number of threads that run together, the number of 32-bit numbers in the widest vector register of any host.
+# Number of threads that run together. The widest vector register of any host has this many 32-bit numbers.
 LANES = 16
 
 # The local windows of a block's threads are adjacent. Each has the largest alignment that a variable may require.
@@ -43,7 +45,7 @@ _MEMORY = ("ld", "st", "atom", "red", "cp", "membar", "fence", "prefetch", "pref
 _EFFECTS = (*_MEMORY, "trap", "brkpt", "nanosleep")
 _BRANCHES = ("bra", "ret", "exit")
 _BARRIERS = ("bar", "barrier")
-# Instructions with one of these modifiers concern the phases of mbarriers, for which threads may wait.
+# Modifiers of instructions on phases of mbarriers, for which threads may wait.
 _PHASED = ("async", "bulk", "mbarrier")
 _OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
 
@@ -55,7 +57,7 @@ class LaneTranslator(LaneRegisters):
 
     def __init__(self, function: Function, address_indices: dict[str, int], declarations: set[str]) -> None:
         super().__init__(function, address_indices, declarations, Callees())
-        # Step 1: give up if the kernel has instructions or waits that have no translation for lanes.
+        # Step 1: raise if the kernel has instructions or waits that have no translation for lanes.
         body = function.instructions
         if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
             raise NotAsLanes
@@ -67,7 +69,7 @@ class LaneTranslator(LaneRegisters):
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
         effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
-        # Step 3: find the registers that are equal in all lanes, and the blocks that all lanes execute together.
+        # Step 3: find registers that are equal in all lanes, and blocks that all lanes execute together.
         try:
             self._lanes = uniformity_of(body, effects, self._kinds_of)
         except (Unordered, TooComplex):
@@ -81,8 +83,8 @@ class LaneTranslator(LaneRegisters):
                 raise NotAsLanes
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
-        # Step 5: find the registers that are live at the start of a block. The values of others are never used in
-        # another block.
+        # Step 5: find the registers that are live at the start of a block. Other registers' values are used in one
+        # block only.
         self._shared = 0
         for bits in self._lanes.live:
             self._shared |= bits

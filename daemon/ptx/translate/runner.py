@@ -2,17 +2,18 @@
 
     i32 kernel(launch, environment, i64 first_block, i64 last_block)
 
-The function returns a `ReturnStatus`. WAITS means that all threads of a block that have not ended poll memory, so they
-may wait for other blocks. If the function is called again with the same block in the same environment, it continues.
-Blocks are numbered, with x varying fastest. `last_block` is one more than the last number. There is at least one block.
+Blocks are numbered, with x varying fastest. The function runs the blocks from `first_block` up to `last_block`,
+exclusive, of which there is at least one. It returns a `ReturnStatus`. WAITS means that all threads of a block that
+have not ended poll memory, and so may wait for other blocks. Another call with the same block in the same environment
+continues the block.
 
 In a block with barriers, every thread has a frame. Each round runs every thread that has not ended up to its next
-barrier or its end. If no thread waits after a round, the block is done. This is enough if threads wait only for barrier
-0; scheduler.py handles other waits. If threads run together as lanes, each group of threads has one frame.
+barrier or its end. The block is done when no thread waits after a round. This is for waits at barrier 0 only;
+scheduler.py handles other waits. If threads run together as lanes, each group of threads has one frame.
 
-By default, blocks run in the order of their numbers, and so do the warps of each block. The operator can set a seed to
-change this. Then the order of blocks begins at another number, and in each round the order of a block's warps begins at
-another warp. The result of a kernel without races does not depend on the order; the result of a kernel with a race may.
+By default, blocks and the warps of each block run in the order of their numbers. With a seed, which the operator can
+set, the order of blocks begins at another number, and in each round the order of a block's warps begins at another
+warp. Only the result of a kernel with a race may depend on the order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +34,8 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.waits import Waits
 
-# The first word of a frame after its thread has ended. Before that, it is the number of the place at which the thread
-# resumes, 0 for the start.
+# The first word of a frame whose thread has ended. Before the end, it is the number of the place at which the thread
+# resumes, or 0 for the start.
 ENDED = -1
 
 _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
@@ -111,7 +112,7 @@ class RunnerWriter:
             return number
         ir = self.ir
         blocks = ir.load("i64", ir.offset(LAUNCH, QueuedLaunch.blocks.offset), extra=INVARIANT)
-        # The seed rotates the numbers, so every block still runs once.
+        # The seed rotates the numbers, so every block runs once.
         begun = ir.binary("add", number, (self._shuffle * _SPREAD + _STEP) >> _LOW_BITS)
         block = ir.binary("urem", begun, blocks)
         self._turn = self._turn or self._variable("i32")
@@ -240,7 +241,7 @@ class RunnerWriter:
 
     def _nest(self, sizes: Sequence[Value], outer: list[Value], body: Body) -> None:
         """Write a loop for the last axis that has none yet. Every size is at least 1."""
-        # The recursion is three deep: z is the outermost loop, then y, then x.
+        # The recursion writes three loops: z is the outermost, then y, then x.
         if len(outer) == len(sizes):
             body(outer)
             return
@@ -365,7 +366,7 @@ class WarpRunnerWriter(LaneRunnerWriter):
         """The memory that a block needs. Its last warp may be partial."""
         if not self._waits.sites:
             return super().needs
-        # A frame belongs to a warp. Charge each thread its part of a frame, rounded up, and add one frame for a partial
+        # Each warp has a frame. Count a part of a frame for each thread, rounded up, and one more frame for a partial
         # warp.
         bytes_per_lane = -(-self._frame_bytes // self._lanes)
         return KernelNeeds(0, self._local_bytes, self._frame_bytes, bytes_per_lane, parks=False)

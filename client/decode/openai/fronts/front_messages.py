@@ -1,7 +1,7 @@
 """The messages between the decoder's process and a front, as frames of msgpack on a socket pair.
 
-A front is a process that serves HTTP. It parses bytes from anybody, so the decoder's process does not trust it: each
-frame has a maximum size, and a frame that does not match its message's declaration is refused.
+A front is a process that serves HTTP. An attacker may have taken it over, so the decoder's process limits the size of
+frames, and refuses frames that do not match a message's declaration.
 
     front                                   decoder's process
       <- Welcome                              the facts that a front needs
@@ -24,12 +24,10 @@ from gpulease.client.decode.supervisor.generation import EmittedParts
 from gpulease.client.errors import GpuLeaseError
 
 MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
-"""Maximum size of a frame from a front, in bytes: it has room for the largest body and the rest of its message. Without
-this limit, an attacker who has taken over a front could fill the memory of the decoder's process."""
+"""Maximum bytes of a frame from a front: room for the largest body and the rest of its message."""
 
 MAX_STEP_BYTES: Final = 256 << 20
-"""Maximum size of a frame to a front, in bytes. It has room for the scores of a long prompt with all ranks. It may be
-this large, because a front trusts the decoder's process."""
+"""Maximum bytes of a frame to a front: room for the scores of a long prompt with all ranks."""
 
 _LENGTH_BYTES: Final = 4
 

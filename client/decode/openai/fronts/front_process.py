@@ -55,7 +55,7 @@ class Tokenizers:
     """The tokenizers of models. Another process reads each at its first use, so that streams here do not stall."""
 
     def __init__(self) -> None:
-        # By the model's path, the least recently used first.
+        # Loads by the model's path, the least recently used first.
         self._loads: dict[str, asyncio.Future[Tokenizer]] = {}
 
     async def of(self, path: str) -> "Tokenizer":
@@ -66,7 +66,7 @@ class Tokenizers:
         self._loads[path] = load
         if len(self._loads) > MAX_TOKENIZERS:
             del self._loads[next(iter(self._loads))]
-        # Several callers may wait for the same load, so cancelling one of them must not cancel the load.
+        # Several callers may wait for this load, so the cancellation of one must not cancel the load.
         return await asyncio.shield(load)
 
 
@@ -92,7 +92,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
 
     async def receive() -> None:
         await source.run()
-        # Nothing can be computed now. Exit, so that the callers' connections close at once.
+        # Without the decoder's process, nothing can be computed. Exit, so that the callers' connections close at once.
         os._exit(LOST)
 
     receiving = asyncio.create_task(receive())
@@ -100,14 +100,14 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     await serve_within(
         app, listening, hosts=hosts, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
     )
-    # The streams have ended. Cancel the task first: if it saw the connection close, it would exit with LOST.
+    # The streams have ended. Cancel the task, which would exit with LOST when the connection closes.
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
     writer.close()
 
 
 def main() -> None:
-    # SIGHUP makes the decoder's process reload its settings. If it is sent to the process group, ignore it here.
+    # Ignore SIGHUP, which may be sent to the whole process group to reload the settings.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     control, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     asyncio.run(serve_front(control, listening))

@@ -49,13 +49,13 @@ from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
 from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Maximum number of bytes that wait for a front to read them. Without this limit, a front that hangs would fill the
-memory of the decoder's process. The message for a step with a thousand tokens has about 50 kB."""
+"""Maximum bytes that wait for a front to read them. A front that hangs is ended at this number. The message for a step
+with a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""Longest pause, in seconds, before a front is started again. FIRST_PAUSE_S is the first pause, and each pause is twice
-the previous one. Without pauses, restarts of a front that fails at its start would use a whole core.
+"""Maximum seconds before a front is started again. The first pause is FIRST_PAUSE_S, and each pause is twice the
+previous one.
 """
 
 START_LIMIT_S: Final = 60.0
@@ -92,8 +92,8 @@ class FrontConnection:
         self._models, self._send = models, send
         self._requests: dict[int, _FrontRequest] = {}
         self._last_number = 0
-        # Sequences with unsent results, in the order of their first unsent result. A callback in the next iteration of
-        # the event loop sends all of them, so that each step needs only one message.
+        # Sequences with unsent results. The next turn of the event loop sends all of them, so that each step needs one
+        # message.
         self._changed: dict[tuple[int, int], Generation] = {}
 
     async def receive(self, message: FromFront) -> None:
@@ -108,7 +108,7 @@ class FrontConnection:
             request.request_id = message.request_id
             request.task = asyncio.create_task(self._begin(request, message))
         elif isinstance(message, Cancel):
-            # The sequence may have ended while the message was under way.
+            # The sequence may have ended already.
             request = self._requests.get(message.number)
             if request is not None and (generation := request.generations.get(message.sequence)):
                 generation.cancel()
@@ -121,7 +121,7 @@ class FrontConnection:
             await self._drop(number)
 
     async def _acquire_place(self, message: PlaceRequest) -> None:
-        # Numbers must increase, so that a message can't take over another request's state.
+        # Numbers must increase, so that a message can't use another request's number.
         if message.number <= self._last_number or not self._models.has_tenant(message.tenant):
             raise FrontProtocolError(f"request {message.number} of {message.tenant!r} can't begin")
         if len(self._requests) >= MAX_CONNECTIONS:
@@ -138,7 +138,7 @@ class FrontConnection:
 
     async def _begin(self, request: _FrontRequest, message: Begin) -> None:
         try:
-            # The front needs the answer of `read`, too, so read and submit separately.
+            # The front also needs the result of `read`, so read and submit separately.
             async with request.place:
                 route = Route(message.model or None, message.is_stream)
                 source = await request.request_place.source(
@@ -153,7 +153,7 @@ class FrontConnection:
             return
         request.generations = dict(enumerate(submitted.generations))
         self._send(_submitted_message(message.number, packed(answer), submitted, request.request_place.path()))
-        # Watch the sequences only after sending RequestSubmitted. They may already have tokens, which must come later.
+        # Watch the sequences after RequestSubmitted is sent, because their tokens must come later.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
 
@@ -248,7 +248,7 @@ async def fronts(
     Yields the listening socket on which this process must serve the requests that the fronts forward. Raises
     FrontsFailed if a front does not start.
     """
-    # Only this user may enter the folder, because this process does not repeat the fronts' checks of requests.
+    # Only this user may enter the folder, because this process relies on the fronts' checks of requests.
     with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
         path = f"{folder}/inner.sock"
         with listening(f"unix:{path}") as (inner, _):
@@ -301,12 +301,12 @@ class _Front:
             await self._serve_once()
             if self._is_stopping:
                 return
-            # If this happens at the start, fail the start of the server, so that the operator sees the error.
+            # A failure of the first process fails the start of the server.
             if not self.started.done():
                 self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
                 return
             self._models.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
-            # If the front ran for a while, it can start, so reset the count of failures.
+            # The front ran for a while, so reset the count of failures.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
                 failures = 0
             await asyncio.sleep(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -315,7 +315,7 @@ class _Front:
     async def _serve_once(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # Start a new program instead of forking, because this process has threads, a lease and an event loop.
+            # Start a new program, because a process with threads must not fork.
             command = (sys.executable, "-P", "-m", "gpulease.client.decode.openai.fronts.front_process")
             descriptors = theirs.fileno(), self._sock.fileno()
             with sighup_blocked():
@@ -328,7 +328,7 @@ class _Front:
         def send(message: ToFront) -> None:
             if writer.is_closing():
                 return
-            # Never wait for a front to read, because the step loop runs in this process.
+            # Do not wait for a front to read, because the step loop runs in this process.
             if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._models.log.error("front_reads_nothing", unread_bytes=writer.transport.get_write_buffer_size())
                 writer.transport.abort()
@@ -347,7 +347,7 @@ class _Front:
         except FrontProtocolError as error:
             self._models.log.failure("front_protocol", error)
         finally:
-            # Whatever ended the connection, the process is useless without it.
+            # The process is useless without the connection.
             if not self._is_stopping:
                 self.kill()
             await connection.close()

@@ -61,7 +61,7 @@ class FrontSource:
         self._paths: dict[str, str] = {}
         self._on_loading: dict[int, Callable[[], None]] = {}
         self._number = 0
-        # By the request's number: the future of the caller that waits for the reply to PlaceRequest or Begin.
+        # The futures of callers that wait for the reply to PlaceRequest or Begin, by the request's number.
         self._waiters: dict[int, asyncio.Future[Placed | Submitted]] = {}
         self._generations: dict[tuple[int, int], Generation] = {}
         self._tenants: dict[int, tuple[str, str]] = {}
@@ -78,7 +78,7 @@ class FrontSource:
             await self._request(number, PlaceRequest(number, tenant))
             yield _FrontPlace(self, number, tenant)
         except BaseException:
-            # The request was refused, or its caller has disconnected. Make the decoder's process release the request.
+            # The request was refused, or its caller has disconnected. Drop makes the decoder's process release it.
             self._send(Drop(number))
             raise
 
@@ -96,8 +96,7 @@ class FrontSource:
 
         Raises ApiError.
         """
-        # Find the model here: for a large body this takes milliseconds, which would delay steps in the decoder's
-        # process.
+        # Find the model in this process. For a large body this takes milliseconds, which would delay steps.
         route = route_of(body) if self._has_many else Route()
         self._tenants[number], self._on_loading[number] = (tenant, request_id), on_loading
         message = Begin(number, body, is_chat, request_id, route.model or "", bool(route.stream))
@@ -175,8 +174,7 @@ class FrontSource:
             self._send(message)
             return await waiter
         except asyncio.CancelledError:
-            # The caller was cancelled after the reply had arrived. Nothing else has a reference to the sequences of the
-            # reply, so cancel them here.
+            # The caller was cancelled after the reply had arrived, so cancel the reply's sequences.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 reply = waiter.result()
                 for generation in reply.generations if isinstance(reply, Submitted) else ():
