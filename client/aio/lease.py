@@ -38,9 +38,13 @@ class GpuBuilder(LeaseRequest):
     def acquire(self) -> "AsyncOpening[GpuLease]":
         """Acquire the lease: use `await` or `async with`. Cancelling it withdraws the request.
 
-        Raises CapacityExceeded if no card has room before the wait ends, Denied if a limit of the node or the tenant
-        forbids the lease, Busy if the tenant acquires too often or the name is taken, Drained if the node is drained,
-        Unsupported if the node has no fleet for a name or lacks a label, Disconnected if the daemon can't be reached.
+        Raises:
+            CapacityExceeded: No card has room before the wait ends.
+            Denied: A limit of the node or the tenant forbids the lease.
+            Busy: The tenant acquires too often, or the name is taken.
+            Drained: The node is drained.
+            Unsupported: The node has no fleet for a name, or lacks a label.
+            Disconnected: The daemon can't be reached.
         """
         return AsyncOpening(self._acquired())
 
@@ -184,8 +188,11 @@ class GpuLease(LeaseView):
             ttl_secs: The region's lifetime in seconds, never beyond the lease's deadline; None for the time that the
                 lease was last granted.
 
-        Raises CapacityExceeded or AllocFailed if the slice has no room, Denied if the lease has too many regions,
-        Busy if a submit has the lease's memory, Unsupported if the daemon has no regions.
+        Raises:
+            CapacityExceeded, AllocFailed: The slice has no room.
+            Denied: The lease has too many regions.
+            Busy: A submit has the lease's memory.
+            Unsupported: The daemon has no regions.
 
         Use `await` or `async with`.
         """
@@ -209,8 +216,10 @@ class GpuLease(LeaseView):
         Args:
             size: The number of bytes to add, or a string such as "64MiB".
 
-        Raises CapacityExceeded if the card has no room, Denied if a limit of the tenant is reached, Busy if the card
-        or the node is drained, or another change of the size or a submit is in progress.
+        Raises:
+            CapacityExceeded: The card has no room.
+            Denied: A limit of the tenant is reached.
+            Busy: The card or the node is drained, or another change of the size or a submit is in progress.
         """
         await self._run(resize(self._state, size, "grow", 1))
 
@@ -220,8 +229,10 @@ class GpuLease(LeaseView):
         Args:
             size: The number of bytes to remove, or a string such as "64MiB".
 
-        Raises CapacityExceeded if the session uses them, InvalidRequest if less than the smallest lease would be left,
-        Busy if another change of the size or a submit is in progress.
+        Raises:
+            CapacityExceeded: The session uses the bytes.
+            InvalidRequest: Less than the smallest lease would be left.
+            Busy: Another change of the size or a submit is in progress.
         """
         await self._run(resize(self._state, size, "shrink", -1))
 
@@ -234,9 +245,12 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises Unsupported if the lease is not parkable or the node keeps no memory for this, CapacityExceeded if that
-        memory is used up, Denied if the tenant's part of it is, Busy if a kernel runs for too long, a submit is in
-        progress, the lease is being resized, a region is opening or ending, or too many sessions were parked just now.
+        Raises:
+            Unsupported: The lease is not parkable, or the node has no host memory for parked sessions.
+            CapacityExceeded: The node's host memory for parked sessions is used up.
+            Denied: The tenant's part of that memory is used up.
+            Busy: A kernel runs for too long, a submit is in progress, the lease is being resized, a region is opening
+                or ending, or too many sessions were parked just now.
         """
         return await self._run(self._state.park())
 
@@ -252,9 +266,14 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises what `park` raises; also InvalidRequest if the card is unknown or the lease is on it, Unsupported if a
-        part of the session can't leave its process, Denied if the tenant may not use the card, CapacityExceeded if the
-        card can't take the lease, Busy if the card is drained or has no room in time.
+        Raises the errors of `park`, and in addition:
+
+        Raises:
+            InvalidRequest: The card is unknown, or the lease is on it.
+            Unsupported: A part of the session can't leave its process.
+            Denied: The tenant may not use the card.
+            CapacityExceeded: The card can't take the lease.
+            Busy: The card is drained, or has no room in time.
         """
         return await self._run(self._state.move(device))
 

@@ -1,12 +1,13 @@
 """Copies of ordinary memory through slots in the session's arena, by threads where the host has cores for them.
 
-Theory of operation. One core copies 9 to 13 GB/s on a host whose bus carries 55 GB/s. So a copy is cut into pieces, and
-a part of the arena into slots. While the worker's card copies one slot, threads of this process fill the next ones (a
-write) or empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested
-in groups, quietly except for the last of each group: a reply costs both sides as much as a piece.
+One core copies 9 to 13 GB/s, on a host whose bus carries 55 GB/s. So a copy is divided into pieces, and a part of the
+arena into slots, which are pinned once. While the card copies one slot, threads of this process fill the next slots for
+a write, or empty them for a read. No data goes through the ring or the socket.
 
-If the failure of an earlier operation was not reported yet, a write must not begin, and the failure must be reported
-once. So a SYNC precedes a write's pieces. The worker answers it while the first slots are being filled.
+Pieces are requested in groups, of which only the last request has a reply. A reply costs both sides as much as a piece.
+
+A write must not begin if the failure of an earlier operation was not reported yet. So a SYNC precedes a write's pieces.
+The worker answers the SYNC while the first slots are filled.
 """
 
 import ctypes
@@ -31,30 +32,30 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
 
 STAGED_FROM_BYTES: Final = 128 << 10
-"""Smallest copy that is staged. Sending fewer bytes in the frame takes less time than requesting the copy of a slot."""
+"""Minimum bytes of a staged copy. Fewer bytes are sent in a frame, which takes less time than the request for a slot.
+"""
 
 ONE_PIECE_BYTES: Final = 1 << 20
-"""Largest copy that is made in one piece and without threads, because waking them would take as long as part of the
-copy."""
+"""Maximum bytes of a copy in one piece and without threads. To wake threads would take as long as a part of the copy.
+"""
 
 SLOT_BYTES: Final = 2 << 20
-"""Size of a slot, and so of a large copy's pieces. The request for a piece costs each side up to 40 us; a core copies
-it in 200 us, the card in 40 us."""
+"""Bytes of a slot, and so of a large copy's pieces. The request for a piece takes each side up to 40 us. A core copies
+a piece in 200 us, and the card in 40 us."""
 
 MIN_PIECE_BYTES: Final = 512 << 10
-"""Smallest piece of a copy that is cut into `MIN_PIECES`: the request for a smaller one takes longer than its copy."""
+"""Minimum bytes of a piece. The request for a smaller one takes longer than its copy."""
 
 MIN_PIECES: Final = 4
 """Minimum number of pieces of a copy, unless they would be too small. While one side copies the first or the last
-piece, the other is idle, so these should be a small part of the copy."""
+piece, the other side is idle."""
 
 SLOTS: Final = 8
 """Maximum number of pieces in progress. They take `SLOTS * SLOT_BYTES` of the arena, and so of the host's memory."""
 
 WRITE_GROUP: Final = 2
 READ_GROUP: Final = 1
-"""Number of pieces per reply. Each piece of a read needs its own, because its bytes can be used only after its
-reply."""
+"""Number of pieces per reply of a read. Each piece has a reply, after which its bytes can be used."""
 
 
 class _Piece(NamedTuple):
@@ -80,7 +81,7 @@ class Staging:
         self._writes, self._reads = writes, reads
         self._block: Any = None
         self._copiers: Copiers | None = None
-        # True if an operation was interrupted, so that the worker may still use slots.
+        # Whether the worker may still use slots, because an operation was interrupted.
         self._is_unsettled = False
 
     @property
@@ -133,7 +134,7 @@ class Staging:
             self._is_unsettled = False
 
     def _run(self, copy: "_StagedCopy", pieces: Procedure[None], operation: str) -> Procedure[None]:
-        # Until all replies have come, the next copy must wait for a SYNC before it reuses the slots.
+        # If this copy is interrupted, the next one must wait for a SYNC before it uses the slots.
         self._is_unsettled = True
         try:
             yield from pieces
@@ -158,8 +159,8 @@ class Staging:
 class _StagedCopy:
     """A copy of several pieces in progress.
 
-    Each piece of a write gets a slot, is copied into it by a thread, and is requested from the worker. Its slot is free
-    once the worker has replied. A read requests the piece first, and a thread copies it after the reply.
+    In a write, a thread copies each piece into a slot, and then the worker is requested to copy the slot. The slot is
+    free when the worker has replied. In a read, the piece is requested first, and a thread copies it after the reply.
     """
 
     def __init__(self, staging: Staging, handle: int, offset: int, address: int, nbytes: int) -> None:
@@ -175,8 +176,8 @@ class _StagedCopy:
         # Slots that neither a thread nor the worker uses.
         self._free = deque(range(SLOTS))
         self._copying = 0
-        # The pieces requested quietly since the last request with a reply; then each request whose reply has not come,
-        # with all the pieces that the reply acknowledges.
+        # `_quiet`: the pieces requested since the last request with a reply. `_unacknowledged`: each request whose
+        # reply has not come, with the pieces that the reply acknowledges.
         self._quiet: list[_Piece] = []
         self._unacknowledged: deque[tuple[int, list[_Piece]]] = deque()
         self._own_requests: list[int] = []
@@ -185,8 +186,8 @@ class _StagedCopy:
 
     def write(self) -> Procedure[None]:
         """Fill slots, have the card copy them, reuse them."""
-        # Each round does the first of these that is possible: let the threads fill a free slot; request the copy of a
-        # slot that they have filled; wait until the worker has copied a slot.
+        # Each round does one thing. It lets the threads fill a free slot. If there is none, it requests the copy of a
+        # filled slot. If there is none, it waits until the worker has copied a slot.
         fence = yield from self._ask(Opcode.SYNC, b"")
         while (piece := self._next(self._copiers.most)) or self._copying or self._unacknowledged:
             if piece:
@@ -206,8 +207,9 @@ class _StagedCopy:
 
     def read(self) -> Procedure[None]:
         """Have the card fill slots, empty them, reuse them."""
-        # Each round does the first of these that is possible: request a piece into a free slot; take a slot that the
-        # threads have emptied; wait for the worker. Slots that the card has filled go to the threads.
+        # Each round does one thing. It requests a piece into a free slot. If there is none, it takes a slot that the
+        # threads have emptied. If there is none, it waits for the worker. The threads empty slots that the card has
+        # filled.
         while (piece := self._next(SLOTS)) or self._copying or self._unacknowledged:
             answered: Iterable[_Piece] = ()
             if piece:
@@ -222,7 +224,7 @@ class _StagedCopy:
                 self._copy(self._address + piece.at, self._staging.slot_address(piece.slot), piece)
 
     def end_group(self) -> Procedure[None]:
-        """After a failure, wait for the pieces that were requested quietly, because they may have failed too."""
+        """After a failure, wait for the pieces that were requested without a reply, which may have failed too."""
         if self._quiet:
             yield from self._take((yield from self._ask(Opcode.SYNC, b"")))
 
@@ -318,11 +320,11 @@ MAX_COPIERS: Final = 4
 the worker."""
 
 CORES_PER_COPIER: Final = 4
-"""Number of cores that this process must have per thread: with fewer, the threads would take cores that the worker or
-the tenant needs."""
+"""Cores that this process must have per thread. With fewer, the threads would take cores from the worker or the tenant.
+"""
 
 PART_BYTES: Final = 512 << 10
-"""Size of the part that a thread copies at a time: small enough for threads to share the first and the last piece."""
+"""Bytes that a thread copies at a time, so that several threads share a piece."""
 
 _Job = tuple[int, int, int, list[Any]]
 """Target address, source address, number of bytes, and a list that all parts of a copy share. The list has one item for
@@ -368,8 +370,8 @@ class Copiers:
     def done(self) -> Any:
         """Wait until a copy is complete, and return its token.
 
-        During the wait this thread copies, too: waking the others takes as long as copying one or two parts, as would
-        putting this one to sleep.
+        During the wait this thread copies too. To wake another thread, or to sleep, takes as long as the copy of one or
+        two parts.
         """
         while self._done.empty():
             try:

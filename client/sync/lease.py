@@ -41,9 +41,13 @@ class GpuBuilder(LeaseRequest):
     def acquire(self) -> "GpuLease":
         """Acquire the lease.
 
-        Raises CapacityExceeded if no card has room before the wait ends, Denied if a limit of the node or the tenant
-        forbids the lease, Busy if the tenant acquires too often or the name is taken, Drained if the node is drained,
-        Unsupported if the node has no fleet for a name or lacks a label, Disconnected if the daemon can't be reached.
+        Raises:
+            CapacityExceeded: No card has room before the wait ends.
+            Denied: A limit of the node or the tenant forbids the lease.
+            Busy: The tenant acquires too often, or the name is taken.
+            Drained: The node is drained.
+            Unsupported: The node has no fleet for a name, or lacks a label.
+            Disconnected: The daemon can't be reached.
         """
         clean_up, request = self._acquisition(None)
         return drive_with_clean_up(clean_up, request, GpuLease)
@@ -181,8 +185,11 @@ class GpuLease(LeaseView):
             ttl_secs: The region's lifetime in seconds, never beyond the lease's deadline; None for the time that the
                 lease was last granted.
 
-        Raises CapacityExceeded or AllocFailed if the slice has no room, Denied if the lease has too many regions,
-        Busy if a submit has the lease's memory, Unsupported if the daemon has no regions.
+        Raises:
+            CapacityExceeded, AllocFailed: The slice has no room.
+            Denied: The lease has too many regions.
+            Busy: A submit has the lease's memory.
+            Unsupported: The daemon has no regions.
         """
         clean_up = region_clean_up(self._state, tenant)
         return drive_with_clean_up(clean_up, open_region(clean_up, size, ttl_secs), Region)
@@ -197,8 +204,10 @@ class GpuLease(LeaseView):
         Args:
             size: The number of bytes to add, or a string such as "64MiB".
 
-        Raises CapacityExceeded if the card has no room, Denied if a limit of the tenant is reached, Busy if the card
-        or the node is drained, or another change of the size or a submit is in progress.
+        Raises:
+            CapacityExceeded: The card has no room.
+            Denied: A limit of the tenant is reached.
+            Busy: The card or the node is drained, or another change of the size or a submit is in progress.
         """
         drive(resize(self._state, size, "grow", 1))
 
@@ -208,8 +217,10 @@ class GpuLease(LeaseView):
         Args:
             size: The number of bytes to remove, or a string such as "64MiB".
 
-        Raises CapacityExceeded if the session uses them, InvalidRequest if less than the smallest lease would be left,
-        Busy if another change of the size or a submit is in progress.
+        Raises:
+            CapacityExceeded: The session uses the bytes.
+            InvalidRequest: Less than the smallest lease would be left.
+            Busy: Another change of the size or a submit is in progress.
         """
         drive(resize(self._state, size, "shrink", -1))
 
@@ -222,9 +233,12 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises Unsupported if the lease is not parkable or the node keeps no memory for this, CapacityExceeded if that
-        memory is used up, Denied if the tenant's part of it is, Busy if a kernel runs for too long, a submit is in
-        progress, the lease is being resized, a region is opening or ending, or too many sessions were parked just now.
+        Raises:
+            Unsupported: The lease is not parkable, or the node has no host memory for parked sessions.
+            CapacityExceeded: The node's host memory for parked sessions is used up.
+            Denied: The tenant's part of that memory is used up.
+            Busy: A kernel runs for too long, a submit is in progress, the lease is being resized, a region is opening
+                or ending, or too many sessions were parked just now.
         """
         return drive(self._state.park())
 
@@ -240,9 +254,14 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises what `park` raises; also InvalidRequest if the card is unknown or the lease is on it, Unsupported if a
-        part of the session can't leave its process, Denied if the tenant may not use the card, CapacityExceeded if the
-        card can't take the lease, Busy if the card is drained or has no room in time.
+        Raises the errors of `park`, and in addition:
+
+        Raises:
+            InvalidRequest: The card is unknown, or the lease is on it.
+            Unsupported: A part of the session can't leave its process.
+            Denied: The tenant may not use the card.
+            CapacityExceeded: The card can't take the lease.
+            Busy: The card is drained, or has no room in time.
         """
         return drive(self._state.move(device))
 

@@ -10,8 +10,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 class ParkPhase(Enum):
     """Where the bytes of a parkable lease's session are. The values are in reports, the audit log and metrics.
 
-    RESIDENT on the card; PARKING while the worker copies them to the host; PROVING until the card shows them free;
-    PARKED; RETURNING from the moment the card is charged for them again until the session is complete.
+    RESIDENT: on the card. PARKING: the worker copies them to the host. PROVING: the card does not show them free yet.
+    PARKED: in the host. RETURNING: the card is charged for them again, and the session is not complete yet.
     """
 
     __hash__ = object.__hash__
@@ -26,9 +26,9 @@ class ParkPhase(Enum):
 class ParkDepth(Enum):
     """How much of a parked session has left its card. The values are in reports.
 
-    WARM: its worker keeps its context; sessions that are not parked have this value, too. LEAVING: its worker is
-    sending the image. COLD: it has no worker, and no bytes on any card. ARRIVING: a new worker starts for it. ADOPTING:
-    that worker is restoring it.
+    WARM: its worker keeps its context. Sessions that are not parked are WARM too. LEAVING: its worker is sending the
+    image. COLD: it has no worker, and no bytes on any card. ARRIVING: a new worker starts for it. ADOPTING: the new
+    worker is restoring it.
     """
 
     __hash__ = object.__hash__
@@ -146,17 +146,16 @@ class ParkState:
     """The parking state of a live parkable lease. Only `Parking` changes it. Times are monotonic nanoseconds.
 
     Attributes:
-        number: Number of the last order to the worker; answers to an earlier one are ignored.
+        number: Number of the last order to the worker. Answers to earlier orders are ignored.
         ordered_ns: Time of that order.
-        due_ns: Time at which the present step must be complete: a park, the export of the session, or the start of a
-            new worker. For a session parked warm, the time at which it must leave its process. None if no step has a
-            time limit.
+        due_ns: When the current step must be complete: a park, the export of the session, or the start of a new worker.
+            For a session that is parked warm, when it must leave its process. None without a time limit.
         used_ns: Time at which it was last seen in use. To make room, the least recently used session is parked first.
         idle_retry_ns: Time before which idleness does not park it, because its last park was refused.
         stays_until_ns: Time before which it is not parked for others' need, because it has just come to its card or
-          refused a park.
-        off_bytes: Bytes of the lease's charge that are released to the card: more than 0 only while PARKED, or while
-          RETURNING only so that a worker can refuse the waiting operations (`refusal`). If COLD, the whole charge.
+            refused a park.
+        off_bytes: Bytes of the lease's charge that are released to the card; the whole charge if COLD. It is more than
+            0 only while PARKED, or while RETURNING with a `refusal`.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         ahead_bytes: Bytes of the last park that were copied ahead of it.
         requests: Park requests to answer once it is parked.
@@ -178,8 +177,7 @@ class ParkState:
             continued it since then.
         claimed_stay: Why it can't leave its process, according to its worker; "" if it can.
         last_move: As in ParkSnapshot.
-        refusal: If its next worker adopts it only to refuse the waiting operations, the reason given for that; "" if it
-            really returns.
+        refusal: The reason if its next worker adopts it only to refuse the waiting operations; "" if it returns.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT

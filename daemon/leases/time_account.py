@@ -1,18 +1,21 @@
-"""The account of one card's time: it computes each session's GPU time from all sessions' busy times. It reads no clock.
+"""The account of one card's time, which computes each session's GPU time from all sessions' busy times. No clock.
 
 A session is busy while it has work outstanding. The driver serves busy contexts in round robin, so each of k busy
 contexts gets a k-th of the card. So the GPU time of a session is the integral of 1/k over the time in which it was
 busy, and the GPU times of all sessions add up to the wall time in which any of them was busy.
 
 A sample has each session's busy time so far, and the beginning and end of its latest busy interval. So between two
-samples, the position of that interval is known. The rest of the session's busy time is assumed to be spread evenly and
-to be independent of other sessions. But while others hold back for a latency session, they are assumed to be busy when
-it is not. So the account is exact if all sessions were busy throughout, if all but one were, or if each session had one
-interval per sample. If a tenant's sessions may hide how they overlap (`RoundTimes.may_hide`), several samples are taken
-in each round of shares.
+samples, the position of this interval is known. The rest of the busy time is assumed to be spread evenly, and to be
+independent of other sessions. Sessions that hold back for a latency session are assumed to be busy when that one is
+not.
 
-A worker's figures may be false. The account accepts no busy time that goes back or grows faster than the clock. A
-worker that claims too much busy time is charged for it, and takes at most a share of the time of the others' intervals.
+The account is exact if all sessions or all but one were always busy, or if each session had one interval per sample. If
+a tenant's sessions may hide how they overlap (`RoundTimes.may_hide`), several samples are taken in each round of
+shares.
+
+A worker's figures may be false. The account accepts no busy time that decreases or grows faster than the clock. A
+worker that claims too much busy time is charged for it, and gets at most a share of the time of other sessions'
+intervals.
 """
 
 from collections import Counter
@@ -24,11 +27,11 @@ from gpulease.daemon.contract.control_page import TimeClaims
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_CLAIM_NS: Final = 1 << 62
-"""Larger claims are cut to this time, 146 years. A hostile worker may claim any u64, and the results must fit the
+"""Maximum busy time that a worker may claim, 146 years. Larger claims are reduced to it, so that results fit into the
 control page."""
 
 Span = tuple[float, float, float]
-"""A piece of time: its begin and end in monotonic nanoseconds, and the part of it in which a session was busy."""
+"""A span of time: begin and end in monotonic nanoseconds, and the fraction of it in which a session was busy."""
 
 
 @dataclass(slots=True)

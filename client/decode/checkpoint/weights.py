@@ -40,12 +40,15 @@ class Linear:
         layout: The layout of `planes`.
         rows: Number of values of y.
         columns: Number of values of x; a multiple of 32, for Q4_K of 256, for AWQ of 128.
-        planes: Planes in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
-            i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (of each group of 64 values, byte i has
-            values i and i + 32, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16 (GGML's
-            d and dmin), steps [rows, columns / 32, 2] u8 (each group's 6-bit scale and minimum). FP8: w [rows, columns]
-            float8 e4m3, scales [rows, ceil(columns / 128)] f32. AWQ: w as of Q4_K, scales and zeros [rows, columns /
-            128] f16 and u8.
+        planes: Planes in the order of the kernel's parameters, as follows.
+
+    - BF16: w [rows, columns] bf16.
+    - Q8_0: w [rows, columns] i8; scales [rows, columns / 32] f16.
+    - Q4_K: w [rows, columns / 2] u8; scales [rows, columns / 256, 2] f16, GGML's d and dmin; steps [rows, columns / 32,
+      2] u8, each group's 6-bit scale and minimum. In w, byte i of each group of 64 values has value i in its low four
+      bits and value i + 32 in the high ones, as in GGML's blocks.
+    - FP8: w [rows, columns] float8 e4m3; scales [rows, ceil(columns / 128)] f32.
+    - AWQ: w as for Q4_K; scales [rows, columns / 128] f16; zeros [rows, columns / 128] u8.
     """
 
     layout: Layout

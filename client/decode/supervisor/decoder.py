@@ -1,7 +1,7 @@
 """Serves prompts from one model on its own lease.
 
-Callers use `Decoder`. A scheduler decides which rows are computed (`scheduler`), an engine computes them (`engine`),
-one task drives both (`step_loop`), and a supervisor replaces the engine when it is lost (`engine_supervisor`).
+Callers use `Decoder`. A scheduler decides which rows are computed (`scheduler`), and an engine computes them
+(`engine`). One task drives both (`step_loop`). A supervisor replaces a lost engine (`engine_supervisor`).
 
     async with Decoder.open("model.gguf") as decoder:
         async for piece in decoder.generate("The capital of France is", max_tokens=32):
@@ -61,10 +61,10 @@ MAX_POSITIONS: Final = 4096
 few sequences would fill a card."""
 
 MIN_REGION_LIFE_S: Final = 0.1
-"""Shortest life of a region, in seconds. With a shorter one, moving sequences would take most of the time."""
+"""Minimum seconds of a region's life. With fewer, moving sequences would take most of the time."""
 
 MAX_REGION_LIFE_S: Final = 86_400.0
-"""Longest life of a region that is not renewed, in seconds: the default limit of a daemon for a lease's time."""
+"""Maximum seconds of a region's life without a renewal, the same as a daemon's default limit for a lease."""
 
 MAX_ROWS: Final = 1024
 """Maximum rows of a step in a settings file. A larger number is probably a typing error."""
@@ -76,7 +76,7 @@ MAX_REBINDS_AT_ONCE: Final = 1000
 """Maximum of `rebinds_at_once`. A higher number would not limit the cost of replays."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
-"""Default number of processes that parse prompts: one stays free while a tenant's large texts occupy the other."""
+"""Default number of processes that parse prompts. While a tenant's large texts occupy one, the other is free."""
 
 MAX_TEXT_PROCESSES: Final = 64
 """Maximum number of processes that parse prompts. Each may use half a GiB of memory (`TextLimits`)."""
@@ -317,8 +317,8 @@ class Decoder:
         await self._stop()
 
     async def _stop(self) -> None:
-        # First prevent new work. Then stop the step loop, then the tasks that open engines and all requests, then the
-        # processes that parse prompts. Free the lease last, when nothing uses the engine.
+        # Refuse new work first. Then stop the step loop, the tasks that open engines, all requests, and the processes
+        # that parse prompts. Free the lease last, when the engine is not used any more.
         self._supervisor.close()
         await self._steps.stop()
         await self._supervisor.stop()
@@ -535,7 +535,7 @@ class Decoder:
 
     def cancel(self, generation: Generation) -> None:
         """End a generation. Has no effect on a generation that has ended, even if a later request has the same id."""
-        # Compare the generation, not the id: a later request may have the same id.
+        # A later request may have the same id, so check that this generation has not ended.
         if generation.reason is None:
             self._ledger.deliver(self.scheduler.cancel(generation.request.request_id))
             self._steps.wake()

@@ -100,11 +100,16 @@ class Generation:
     async def __anext__(self) -> Emitted:
         """Wait for the next token.
 
-        Raises AdmissionRefused if the request or its replay is refused, WaitedTooLong if it was not admitted in time,
-        EngineDecodeFailed if the engine was lost and no other one came in time, RequestBreaksEngine if this request
-        ended an engine, SequenceEnded if the sequence was ended and is not replayed, NoModelLoaded if the decoder is
-        closed, RequestRejected if another task already iterates. If the caller has cancelled the generation, the
-        iterator ends without an error.
+        If the caller has cancelled the generation, the iterator ends without an error.
+
+        Raises:
+            AdmissionRefused: The request or its replay is refused.
+            WaitedTooLong: The request was not admitted in time.
+            EngineDecodeFailed: The engine was lost, and no other one came in time.
+            RequestBreaksEngine: This request ended an engine.
+            SequenceEnded: The sequence was ended and is not replayed.
+            NoModelLoaded: The decoder is closed.
+            RequestRejected: Another task already iterates.
         """
         while not self._emitted:
             # Check for the end only here, because tokens that were emitted before the end are yielded first.

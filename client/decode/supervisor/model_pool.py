@@ -1,7 +1,7 @@
-"""Many models on one server: each is a separate decoder, which is opened, parked and closed as needed.
+"""Several models on one server. Each is a separate decoder, which is opened, parked and closed as needed.
 
-`model_residency` decides; this module carries out the effects of its decisions. Each model's decoder has its own lease,
-step loop and processes for texts, so loading one delays no step of another.
+`model_residency` decides, and this module executes its effects. Each model's decoder has its own lease, step loop and
+text processes, so the load of one model delays no step of another.
 
     async with ModelPool(specs, limits).serving() as pool:
         async with pool.use("llama", wait_s=60) as use:
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 STREAM_WAIT_S: Final = 600.0
-"""Longest time in seconds that a stream waits for its model. Comments keep the connection alive meanwhile, so only the
-server limits the wait."""
+"""Maximum seconds that a stream waits for its model. Comments keep the connection open meanwhile."""
 
 PARK_TRIES: Final = 50
 PARK_RETRY_S: Final = 0.02
@@ -206,7 +205,7 @@ class ModelPool:
         self.drain()
         if self._timer is not None:
             self._timer.cancel()
-        # First stop parks and returns, which need open decoders. Then close the decoders in parallel.
+        # Stop parks and returns, which need open decoders, and then close all decoders at the same time.
         await self._tasks.stop()
         for opened in self._opened.values():
             opened.stopping.set()
@@ -306,7 +305,7 @@ class ModelPool:
                 # The decoder has ended since it admitted the request.
                 raise _error_of(Refuse(ticket, ModelRefusal.LOAD_FAILED, "EngineDecodeFailed"))
             if not opened.spec.permits(tenant):
-                # A reload has withdrawn the model from the tenant while its request waited.
+                # While the request waited, a reload has removed the tenant's right to use the model.
                 raise unknown_model(model)
         except BaseException:
             self._waiting.pop(ticket, None)
