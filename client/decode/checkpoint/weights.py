@@ -40,7 +40,7 @@ class Linear:
         layout: The layout of `planes`.
         rows: Number of values of y.
         columns: Number of values of x; a multiple of 32, for Q4_K of 256, for AWQ of 128.
-        planes: Planes in the order of the kernel's parameters, as follows.
+        planes: Planes in the order of the kernel's parameters. The layout decides them:
 
     - BF16: w [rows, columns] bf16.
     - Q8_0: w [rows, columns] i8; scales [rows, columns / 32] f16.

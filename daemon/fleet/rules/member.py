@@ -9,7 +9,8 @@ memory is proved free.
 **Foreign records.** Another daemon may have the same node id: on a host with the same name, on a host with a copy of
 this journal, or on this host before its journal was lost or restored. The mark, which the journal has before each
 heartbeat, distinguishes the daemons' records. The other daemon's leases may still run. So its record is deleted only
-after it was unchanged for half a horizon, and its claims one more horizon later. Until then this node does not join.
+after it was unchanged for half a horizon, and its claims one more horizon later. While the other daemon sends
+heartbeats, this node does not join.
 
 **Another store.** The store may have been restored from a backup or created again. A node notices this by a lower
 revision, another cluster, or an earlier record of its own or of the last join. It then does not join until an operator
