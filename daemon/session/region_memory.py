@@ -102,7 +102,7 @@ class RegionMemory:
 
     Args:
         streams: Returns the numbers of all the session's streams in the driver.
-        keeps_failure: Returns whether a failure waits for the tenant's next request that has a reply.
+        keeps_failure: Returns whether a failure waits for some connection's next request that has a reply.
     """
 
     def __init__(

@@ -2,10 +2,11 @@
 
 `Session` checks for every request, in this order: the control page, which shows whether the lease has expired or been
 revoked; a failure of an earlier quiet request that is still to be reported; the opcode and the session id; and the
-operation's own conditions. When a quiet request fails, the session keeps its failure and skips the requests after it.
-The next request that has a reply is not executed either: its reply reports the failure. After a fault that destroyed
-the context, every later reply reports that fault. A guest's PING reports the failure of that guest's own requests and
-no other.
+operation's own conditions. When a quiet request fails, the session keeps its failure and skips the requests after it
+on the same connection. The next request that has a reply is not executed either: its reply reports the failure. A
+kernel's fault belongs to no connection: it makes the session skip every connection's requests until it is reported, and
+then also to the connections that had a request skipped. After a fault that destroyed the context, every later reply
+reports that fault. A guest's PING reports only why that guest's own requests failed or were skipped.
 
 A session knows frames and the driver, but no sockets.
 """
@@ -128,12 +129,12 @@ class Session:
         self.lease_id = lease_id
         self.lost: Failure | None = None
         self._has_faulted = False
-        # The failure of a quiet request that is still to be reported, and that request's connection; None for a
-        # kernel's fault.
+        # What is still to be reported: to a connection, why a quiet request of its own failed or was skipped; and a
+        # kernel's fault, to the connection that sends the next request that has a reply.
+        self._kept: dict[ConnectionStreams, Failure] = {}
+        self._fault: Failure | None = None
+        # Which of these the current connection gets next.
         self._pending_failure: Failure | None = None
-        self._pending_from: ConnectionStreams | None = None
-        # A kernel's fault that was found while another failure was still to be reported: it is reported next.
-        self._next_failure: Failure | None = None
         # The count of launches when Python last answered a wait or reported a failure.
         self._synced_launches = 0
         self.on_wait: Callable[[], None] = keep_waiting
@@ -157,7 +158,7 @@ class Session:
         self.streams = StreamOperations(resources)
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
-        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, lambda: self.keeps_failure)
+        self.regions = RegionMemory(resources, gate, lambda: self.streams.live, lambda: bool(self._kept or self._fault))
         self.parking = SessionParking(
             resources, lambda: gate.is_ending(), lambda: self.lost is not None, is_parkable=is_parkable
         )
@@ -244,8 +245,7 @@ class Session:
                 # Do not execute the request, as after an earlier failure.
                 failure = self.parking.refusal
                 quiet = replace(failure, failed_request_id=frame.request_id, failed_op=frame.op)
-                self._pending_failure = quiet if frame.flags else failure
-                self._pending_from = self.streams.current
+                self._keep(quiet if frame.flags else failure)
             if frame.flags == 0:
                 return self._answer(frame, lease_end)
             self._do_quietly(frame, lease_end)
@@ -265,7 +265,7 @@ class Session:
 
     def check_leave(self) -> None:
         """Raise CantLeave if the parked session can't leave its process now."""
-        if self.lost is not None or self._pending_failure is not None:
+        if self.lost is not None or self._fault is not None or self._kept:
             raise CantLeave("it has a failure that no client has received yet", is_lasting=False)
         self._context.flush_printed()
         self.parts.check()
@@ -280,7 +280,7 @@ class Session:
 
     @property
     def keeps_failure(self) -> bool:
-        """Return whether a quiet request's failure waits for the next request that has a reply."""
+        """Return whether a failure waits for the current connection's next request that has a reply."""
         return self._pending_failure is not None
 
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
@@ -365,7 +365,8 @@ class Session:
     def _do_quietly(self, frame: Frame, lease_end: Status | None) -> None:
         # Skipped requests are not reported one by one: the next reply reports the failure that caused the skipping.
         if self._pending_failure is not None or self.lost is not None or lease_end is not None:
-            self.streams.current.skipped_by = self.lost or self._pending_failure
+            if (failure := self.lost or self._pending_failure) is not None:
+                self._keep(failure)
             self._skip(frame)
             return
         try:
@@ -427,27 +428,27 @@ class Session:
     # --- failures ---
 
     def _keep_failure(self, error: Exception, op: int, request_id: int) -> None:
-        """Keep a quiet request's failure for the next request that has a reply."""
+        """Keep a quiet request's failure for its connection's next request that has a reply."""
         failure = self._failure(error, op)
-        self._pending_from = current = self.streams.current
         if isinstance(error, KernelFault):
             # An earlier launch failed, perhaps that of another connection: this request was only skipped.
-            self._pending_from, current.skipped_by = None, failure
+            self._fault = failure
         else:
             failure = replace(failure, failed_request_id=request_id, failed_op=op)
-        self._pending_failure = failure
+        self._keep(failure)
         self._count_failure(op, error)
+
+    def _keep(self, failure: Failure) -> None:
+        self._kept[self.streams.current] = self._pending_failure = failure
 
     def _keep_fault(self, fault: KernelFault) -> None:
         """Keep a fault that was found outside a tenant's request, so that it is reported like other faults."""
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
             return  # The connection that launched it has ended, and no other one could receive the report.
-        # Only one failure is pending at a time; a further fault waits until that one is reported.
-        if self._pending_failure is None:
-            self._pending_failure, self._pending_from = failure, None
-        else:
-            self._next_failure = failure
+        # A connection's own failure is reported before the fault.
+        self._fault = self._fault or failure
+        self._pending_failure = self._pending_failure or failure
 
     def _note_reported(self, replied_ns: int) -> None:
         """Record that a SYNC's reply, made at `replied_ns`, has reported the failure that was just kept."""
@@ -469,17 +470,17 @@ class Session:
         if self._pending_failure is None:
             fault = self._context.fault()
             return None if fault is None else self._failure_of_fault(fault)
-        # Take the pending failure, and make the next one pending.
-        failure, self._pending_failure = self._pending_failure, self._next_failure
-        self._pending_from = self._next_failure = None
+        failure = self._pending_failure
+        self._kept.pop(self.streams.current, None)
+        if failure is self._fault:
+            self._fault = None
+        self._pending_failure = self._fault
         return failure
 
     def _take_guests_failure(self) -> Failure | None:
-        """Return the failure of a quiet request of the current connection. Other connections' failures stay pending."""
-        current = self.streams.current
-        if self._pending_failure is not None and self._pending_from is current:
-            return self._take_failure()
-        failure, current.skipped_by = current.skipped_by, None
+        """Return why a quiet request of the current connection failed or was skipped. A fault remains pending."""
+        failure = self._kept.pop(self.streams.current, None)
+        self._pending_failure = self._fault
         return failure
 
     def _failure(self, error: Exception, op: int) -> Failure:
@@ -578,7 +579,9 @@ class Session:
     def switch_to(self, streams: ConnectionStreams, holder: Holder) -> None:
         """Make this connection's streams and holder the current ones."""
         self._ledger.holder = holder
-        self.streams.switch_to(streams)
+        if streams is not self.streams.current:
+            self.streams.switch_to(streams)
+            self._pending_failure = self._kept.get(streams, self._fault)
 
     def end_connection(self, streams: ConnectionStreams, holder: Holder, *, is_last: bool) -> None:
         """Record that a connection has ended: destroy its streams, and free its other objects once nothing uses them.
@@ -598,10 +601,12 @@ class Session:
             self.ended.end(holder, streams.known.values())
         # The streams always end with the connection, whether or not its allocations do.
         self.streams.release(streams)
+        # Nobody is left to receive the failures of this connection's requests, so drop them.
+        self._kept.pop(streams, None)
         if is_last and owns and not is_over:
-            # Nobody is left to receive the pending failures of this connection's requests, so drop them.
-            self._pending_failure = self._next_failure = self._pending_from = None
+            self._fault = None
             self._region_sets.release_ended()
+        self._pending_failure = self._kept.get(self.streams.current, self._fault)
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:

@@ -32,19 +32,16 @@ class ConnectionStreams:
         known: The driver's stream by the number on the wire.
         selected: The number, on the wire, of the stream that launches and copies go into.
         events: The driver's event by the number on the wire.
-        skipped_by: The failure for which the session last skipped a quiet request of this connection; None once it was
-          reported.
         has_second_token: Whether the connection was attached with a second token.
         uses_second_token: Whether its requests are served by that token.
     """
 
-    __slots__ = ("events", "has_second_token", "known", "selected", "skipped_by", "uses_second_token")
+    __slots__ = ("events", "has_second_token", "known", "selected", "uses_second_token")
 
     def __init__(self) -> None:
         self.selected = DEFAULT
         self.known = {DEFAULT: DEFAULT}
         self.events: dict[int, DriverEvent] = {}
-        self.skipped_by: Failure | None = None
         self.has_second_token = self.uses_second_token = False
 
 

@@ -3,8 +3,9 @@
 import gc
 import tracemalloc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
+from gpulease.daemon.session.stream_operations import ConnectionStreams
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
@@ -244,6 +246,68 @@ def test_a_quiet_failure_is_reported_once_and_the_operation_that_reports_it_is_n
     assert (failure.failed_request_id, failure.failed_op) == (number, Opcode.LAUNCH)
     assert failure.kernel == "nothing"
     assert bench.ask(Opcode.MEM_READ, MemRead(handle, 0, 16)) == Data(bytes(16))
+
+
+@pytest.fixture
+def connections(bench: Bench) -> list[Callable[[], None]]:
+    """Functions that make the first and the second connection of a session the current one."""
+    made = []
+    for _ in range(2):
+        streams, holder = ConnectionStreams(), bench.session.begin_connection(0, owns=True)
+        made.append(partial(bench.session.switch_to, streams, holder))
+    return made
+
+
+def test_a_failure_is_reported_to_the_connection_that_made_the_request(
+    bench: Bench, connections: list[Callable[[], None]]
+) -> None:
+    to_first, to_second = connections
+    to_first()
+    handle = bench.alloc(4)
+    number = bench.quiet(Opcode.MEM_FREE, Handle(12345))
+    bench.quiet(Opcode.MEM_WRITE, MemWrite(handle, 0, b"skip"))
+    # The other connection's requests, quiet ones too, are neither skipped nor answered with the failure.
+    to_second()
+    bench.quiet(Opcode.MEM_WRITE, MemWrite(handle, 0, b"done"))
+    assert bench.ask(Opcode.MEM_READ, MemRead(handle, 0, 4)) == Data(b"done")
+    own = bench.quiet(Opcode.MEM_FREE, Handle(54321))
+    to_first()
+    assert bench.refused(Opcode.SYNC, Empty()).failed_request_id == number
+    assert bench.ask(Opcode.MEM_READ, MemRead(handle, 0, 4)) == Data(b"done")
+    to_second()
+    assert bench.refused(Opcode.SYNC, Empty()).failed_request_id == own
+    bench.ask(Opcode.SYNC, Empty())
+
+
+def test_a_failure_ends_with_its_connection(bench: Bench, connections: list[Callable[[], None]]) -> None:
+    to_first, to_second = connections
+    to_second()
+    bench.quiet(Opcode.MEM_FREE, Handle(12345))
+    assert bench.session.keeps_failure
+    streams, holder = to_second.args  # type: ignore[attr-defined]
+    bench.session.end_connection(streams, holder, is_last=False)
+    assert not bench.session.keeps_failure
+    to_first()
+    bench.ask(Opcode.SYNC, Empty())
+
+
+def test_a_fault_is_reported_to_the_next_reply_and_to_each_connection_that_skipped(
+    bench: Bench, connections: list[Callable[[], None]]
+) -> None:
+    to_first, to_second = connections
+    to_first()
+    module, handle = bench.load(FAULTS), bench.alloc(4)
+    number = bench.quiet(Opcode.LAUNCH, bench.store(module, 0x10))
+    # MEM_WRITE notices the fault, and is skipped.
+    bench.quiet(Opcode.MEM_WRITE, MemWrite(handle, 0, b"skip"))
+    to_second()
+    bench.quiet(Opcode.MEM_WRITE, MemWrite(handle, 0, b"skip"))
+    to_first()
+    assert bench.refused(Opcode.SYNC, Empty()).failed_request_id == number
+    bench.ask(Opcode.SYNC, Empty())
+    to_second()
+    assert bench.refused(Opcode.SYNC, Empty()).failed_request_id == number
+    assert bench.ask(Opcode.MEM_READ, MemRead(handle, 0, 4)) == Data(bytes(4))
 
 
 def test_a_fault_names_its_launch(bench: Bench) -> None:
