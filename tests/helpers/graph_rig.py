@@ -148,12 +148,15 @@ def rigged() -> Iterator[Rig]:
     session = Session(LEASE, context, Ledger(SLICE), worker_page)
     arena = session.arena.open(GRANULE_BYTES)
     rig = Rig(session, page, context, arena.fd)
-    yield rig
-    os.close(arena.fd)
-    context.close()
-    session._counters.release()
-    session._graphs._counters.release()
-    worker_page.close()
-    page.close()
-    # Remove the graphs, which have the last views of the arena. The arena can't be closed before.
-    vars(rig).clear()
+    try:
+        # Hypothesis ends an example with an exception if it has drawn enough.
+        yield rig
+    finally:
+        os.close(arena.fd)
+        context.close()
+        session._counters.release()
+        session._graphs._counters.release()
+        worker_page.close()
+        page.close()
+        # Remove the graphs, which have the last views of the arena. The arena can't be closed before.
+        vars(rig).clear()

@@ -166,8 +166,10 @@ class ParkingNode:
     def next_workers_stop_at(self, step: str) -> Iterator[None]:
         """Have the workers that are forked meanwhile stop at a step."""
         self._step.write_text(step)
-        yield
-        self._step.write_text("")
+        try:
+            yield
+        finally:
+            self._step.write_text("")
 
     def arriving(self, scene: Parked, step: str) -> "InBackground":
         """Use a session that has left its worker. Its next worker stops at the step."""

@@ -30,9 +30,11 @@ def _small_buffers() -> Iterator[None]:
 def shared() -> Iterator[tuple[CopyRing, CopyRing]]:
     ring = CopyRing()
     other = CopyRing(ring.fd)
-    yield ring, other
-    ring.close()
-    other.close()
+    try:
+        yield ring, other
+    finally:
+        ring.close()
+        other.close()
 
 
 def drive(end: RingEnd) -> None:

@@ -275,9 +275,11 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         refusal=refusal,
     )
     records.show(it.device.at, DEVICE_BYTES, is_reusable=True)
-    yield it
-    for memory in made:
-        memory.close()
+    try:
+        yield it
+    finally:
+        for memory in made:
+            memory.close()
 
 
 def quiet(number: int, args: bytes, op: Opcode = Opcode.LAUNCH, trailer: bytes = b"") -> bytes:

@@ -74,9 +74,11 @@ class Copies:
 def copies() -> Iterator[Copies]:
     with pair(is_native=True) as line:
         session_arena = line.made.session.arena.open(GRANULES * GRANULE_BYTES)
-        with mmap.mmap(session_arena.fd, session_arena.size_bytes) as arena:
-            yield Copies(line, arena)
-        line.made.session.arena.close()
+        try:
+            with mmap.mmap(session_arena.fd, session_arena.size_bytes) as arena:
+                yield Copies(line, arena)
+        finally:
+            line.made.session.arena.close()
 
 
 @pytest.fixture(name="made")

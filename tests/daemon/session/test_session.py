@@ -251,7 +251,7 @@ def test_a_quiet_failure_is_reported_once_and_the_operation_that_reports_it_is_n
 @pytest.fixture
 def connections(bench: Bench) -> list[Callable[[], None]]:
     """Functions that make the first and the second connection of a session the current one."""
-    made = []
+    made: list[Callable[[], None]] = []
     for _ in range(2):
         streams, holder = ConnectionStreams(), bench.session.begin_connection(0, owns=True)
         made.append(partial(bench.session.switch_to, streams, holder))

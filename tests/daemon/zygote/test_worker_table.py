@@ -317,8 +317,10 @@ def found_alive(broker: Broker) -> Iterator[BrokerPage]:
         (worker,) = workers.values()
         assert worker.fds is not None
         page = BrokerPage(PageFds(*map(os.dup, worker.fds[1:3])))
-        yield page
-        page.close()
+        try:
+            yield page
+        finally:
+            page.close()
 
 
 @pytest.mark.exhaustive

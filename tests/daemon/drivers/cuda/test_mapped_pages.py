@@ -345,9 +345,11 @@ def rings() -> Iterator[tuple[CopyRing, CopyRing]]:
     """A ring as two processes map it."""
     ring = CopyRing()
     other = CopyRing(ring.fd)
-    yield ring, other
-    ring.close()
-    other.close()
+    try:
+        yield ring, other
+    finally:
+        ring.close()
+        other.close()
 
 
 @pytest.mark.usefixtures("_small_buffers")

@@ -121,10 +121,12 @@ def running(context: CpuContext, image: bytes, count: int) -> Iterator[Callable[
         context.mem_read(out, memoryview(found))
         return words_of(found)
 
-    yield run
-    context.module_unload(module)
-    for address in (into, out):
-        context.mem_free(address)
+    try:
+        yield run
+    finally:
+        context.module_unload(module)
+        for address in (into, out):
+            context.mem_free(address)
 
 
 def words_of(data: bytes | bytearray) -> list[int]:
