@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
+from gpulease.client.numbers import integer
 from gpulease.client.texts import quoted
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -143,9 +144,8 @@ def checked_shape(shape: Any, item_bytes: int, operation: str) -> tuple[int, ...
     Raises InvalidRequest.
     """
     try:
-        # numpy's integers have __index__, floats and strings do not.
-        lengths = tuple(length.__index__() for length in (shape if isinstance(shape, Sequence) else (shape,)))
-    except (TypeError, AttributeError):
+        lengths = tuple(integer(length) for length in (shape if isinstance(shape, Sequence) else (shape,)))
+    except TypeError:
         raise InvalidRequest(
             f"{operation}: the shape must be an integer or a sequence of them, not {quoted(shape)}"
         ) from None
@@ -194,18 +194,16 @@ def _range_of(part: slice, length: int, number: int) -> tuple[int, int, int]:
 
 def _place(index: Any, length: int, number: int) -> int:
     try:
-        # A bool has __index__, but in numpy it means a mask.
-        if isinstance(index, bool):
-            raise TypeError
-        place = index.__index__()
-    except (TypeError, AttributeError):
+        # A bool would be a mask, as in numpy.
+        place = integer(index)
+    except TypeError:
         raise InvalidRequest(
             f"index {number} must be an integer, a slice, `...` or None, not {quoted(index)}",
             "Lists, masks and arrays as indices need a kernel of their own: write one, or index the array's .numpy()",
         ) from None
     if not -length <= place < length:
-        raise InvalidRequest(f"index {number}: {place} is outside a dimension of length {length}")
-    return int(place + length if place < 0 else place)
+        raise InvalidRequest(f"index {number}: {quoted(place)} is outside a dimension of length {length}")
+    return place + length if place < 0 else place
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpulease.client.errors import InvalidHandle
+from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import KernelEntry
 from gpulease.protocol.opcodes import ParameterType
@@ -103,10 +104,8 @@ class Buffer(Handle):
     def check_range(self, offset: int, size_bytes: int, subject: str) -> None:
         """Raise InvalidHandle, naming the operation `subject`, if the bytes are not all inside the buffer."""
         if offset < 0 or offset + size_bytes > self.size_bytes:
-            raise InvalidHandle(
-                f"{subject}: bytes {offset} to {offset + size_bytes} are outside buffer {self.handle:#x} "
-                f"of {self.size_bytes} bytes"
-            )
+            place = f"bytes {quoted(offset)} to {quoted(offset + size_bytes)}"
+            raise InvalidHandle(f"{subject}: {place} are outside buffer {self.handle:#x} of {self.size_bytes} bytes")
 
 
 class BorrowedBuffer(Buffer):

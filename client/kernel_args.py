@@ -1,6 +1,5 @@
 """Kernel arguments, packed as the wire needs them: little-endian, without gaps."""
 
-import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from gpulease.client.array_layout import ArrayView
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer
 from gpulease.client.memory_views import view_of
+from gpulease.client.numbers import integer, is_number
 from gpulease.client.texts import quoted
 from gpulease.protocol.opcodes import ParameterType
 
@@ -157,7 +157,7 @@ class KernelArgs:
         """
         if type(offset) is not int:
             try:
-                offset = operator.index(offset)
+                offset = integer(offset)
             except TypeError:
                 raise self._misfit(offset, "a buffer with an integer as its offset") from None
         # An array is its buffer plus the place of its first element.
@@ -349,10 +349,10 @@ def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str
             if declared is ParameterType.UNTOLD
             else f"the parameter, {declared.text}, has no single type"
         )
-        raise InvalidRequest(
-            f"argument {index}: {quoted(value)} has no size, and {reason}",
-            f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
+        hint = (
+            f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}" if is_number(value) else ""
         )
+        raise InvalidRequest(f"argument {index}: {quoted(value)} has no size, and {reason}", hint)
     # A float would be cut to an integer, which PTX would not report.
     if isinstance(value, float) and not kind.startswith("f"):
         raise LaunchFailed(

@@ -4,11 +4,11 @@ A report has no fixed form on the wire: a daemon of another version may send mor
 member is missing, MalformedReport says that the daemon's answer is wrong.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.numbers import is_number
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.json_text import indented_json
@@ -154,13 +154,8 @@ def _check(value: object, subject: str, kind: str) -> None:
         raise MalformedReport(f"{subject} is not {kind}")
 
 
-def _is_number(value: object) -> bool:
-    # In Python, a bool is an int. NaN and infinity can't be compared or converted like other numbers.
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 _IS: Final[Mapping[str, Callable[[object], bool]]] = {
-    NUMBER: _is_number,
+    NUMBER: is_number,
     WORD: lambda value: isinstance(value, str),
     TRUTH: lambda value: isinstance(value, bool),
     LIST: lambda value: isinstance(value, list),

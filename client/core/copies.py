@@ -19,6 +19,7 @@ from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.client.memory_views import flat_view, readable_bytes, writable_bytes
+from gpulease.client.numbers import integer
 from gpulease.client.texts import quoted
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_prefix, pack_quiet_write
@@ -314,8 +315,14 @@ def spin_ns(nbytes: int) -> int:
 
 def check_range(buffer: Buffer, offset: int, nbytes: int, operation: str) -> None:
     """Raise InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
-    if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
-        raise InvalidRequest(
-            f"{operation}: offset and length must be numbers of bytes, not {quoted(offset)} and {quoted(nbytes)}"
-        )
+    # Usually both are plain ints, which is the fastest check.
+    if type(offset) is not int or type(nbytes) is not int or nbytes < 0:
+        try:
+            offset, nbytes = integer(offset), integer(nbytes)
+            if nbytes < 0:
+                raise TypeError
+        except TypeError:
+            raise InvalidRequest(
+                f"{operation}: offset and length must be numbers of bytes, not {quoted(offset)} and {quoted(nbytes)}"
+            ) from None
     buffer.check_range(offset, nbytes, operation)

@@ -15,6 +15,7 @@ from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest,
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
 from gpulease.client.memory_views import view_of
+from gpulease.client.numbers import integer
 from gpulease.client.texts import kernel_name, quoted
 from gpulease.protocol import Failure, Opcode, ProtocolError, Status
 from gpulease.protocol.errors import FramingError
@@ -442,7 +443,7 @@ def _checked(
             kernel,
             f"a block of {threads} threads was requested; the kernel allows at most {entry.max_threads_per_block}",
         )
-    if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
+    if not isinstance(shared_bytes, int) or isinstance(shared_bytes, bool) or not 0 <= shared_bytes <= MAX_U32:
         raise _failed(kernel, f"shared_bytes must be an integer from 0 to {MAX_U32}, not {quoted(shared_bytes)}")
     # Step 3: the message with blank arguments, which each launch replaces. If they exceed the limit, one byte over the
     # limit is enough to cause the error.
@@ -485,15 +486,18 @@ def dimensions(kernel: str, subject: str, lengths: Any) -> tuple[int, int, int]:
     Raises LaunchFailed.
     """
     try:
-        numbers = [item.__index__() for item in lengths]
-    except (TypeError, AttributeError):
-        hint = f"Write [{lengths}]" if hasattr(lengths, "__index__") else ""
+        numbers = [integer(item) for item in lengths]
+    except TypeError:
+        is_integer = hasattr(lengths, "__index__") and not isinstance(lengths, bool)
+        hint = f"Write [{quoted(lengths)}]" if is_integer else ""
         raise _failed(kernel, f"the {subject} must be a sequence of integers, not {quoted(lengths)}", hint) from None
     if not 1 <= len(numbers) <= 3:
         raise _failed(kernel, f"the {subject} must have 1 to 3 dimensions, not {len(numbers)}: {quoted(lengths)}")
     for number in numbers:
         if not 1 <= number <= MAX_U32:
-            raise _failed(kernel, f"the {subject}'s numbers must be from 1 to {MAX_U32}, not {number}: {lengths!r}")
+            raise _failed(
+                kernel, f"the {subject}'s numbers must be from 1 to {MAX_U32}, not {quoted(number)}: {quoted(lengths)}"
+            )
     # Missing dimensions are 1, as in CUDA.
     x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z
@@ -513,8 +517,8 @@ def _raw(
             f"launch of {quoted(kernel)}: arguments that are raw bytes need arg_sizes, the size of each argument"
         )
     try:
-        return bytes(view_of(args)), tuple(size.__index__() for size in arg_sizes), ()
-    except (TypeError, ValueError, AttributeError):
+        return bytes(view_of(args)), tuple(integer(size) for size in arg_sizes), ()
+    except (TypeError, ValueError):
         raise InvalidRequest(
             f"launch of {quoted(kernel)}: the arguments must be KernelArgs, a list, or bytes with arg_sizes"
         ) from None
@@ -529,7 +533,7 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
     for index, (size, parameter) in enumerate(zip(sizes, expected_sizes, strict=True)):
         if size != parameter:
             raise _failed(
-                entry.name, f"argument {index} has {size!r} bytes, but the kernel's parameter has {parameter}"
+                entry.name, f"argument {index} has {quoted(size)} bytes, but the kernel's parameter has {parameter}"
             )
 
 

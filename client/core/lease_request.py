@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 from gpulease.client.core.fleet_acquire import Fleet
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.numbers import integer, is_number, whole
 from gpulease.client.texts import bounded, quoted, utf8
 from gpulease.client.transport.credentials import TlsFiles, with_files
 from gpulease.protocol import Exclusivity, Waiting
@@ -111,10 +112,8 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
 
     Raises InvalidRequest for a time that does not fit.
     """
-    # bool is an int in Python. A string of digits is a mistake with a hint of its own. An int is finite, and may be too
-    # large for a float.
-    is_number = isinstance(seconds, int) or (isinstance(seconds, float) and math.isfinite(seconds))
-    if isinstance(seconds, bool) or not is_number:
+    if not is_number(seconds):
+        # A string of digits is a mistake with a hint of its own.
         hint = "Give seconds as a number, such as 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{subject} must be a number of seconds, not {quoted(seconds)}", hint)
     # Round up: a lease of 0.0001 s must not become one of 0 ms.
@@ -316,8 +315,8 @@ if _missing := [option.method for option in OPTIONS if option.method and option.
 
 def _member(kind: type[Member], value: int, subject: str) -> Member:
     try:
-        return kind(value)
-    except ValueError:
+        return kind(integer(value))
+    except (TypeError, ValueError):
         names = ", ".join(f"{item.name} ({item.value})" for item in kind)
         raise InvalidRequest(f"{subject} must be one of {names}, not {quoted(value)}") from None
 
@@ -330,17 +329,3 @@ def size_of(size: Any, subject: str) -> int:
         except ValueError as error:
             raise InvalidRequest(f"{subject}: {error}") from None
     return whole(size, subject, least=1, most=MAX_WIRE_BYTES)
-
-
-def whole(value: Any, subject: str, *, least: int, most: int) -> int:
-    """Check an integer's range and return it as an int; numpy's integers are accepted.
-
-    Raises InvalidRequest, naming the value `subject`.
-    """
-    try:
-        number = value.__index__()
-    except (AttributeError, TypeError):
-        raise InvalidRequest(f"{subject} must be an integer, not {quoted(value)}") from None
-    if not least <= number <= most:
-        raise InvalidRequest(f"{subject} must be from {least} to {most}, not {quoted(number)}")
-    return int(number)

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 
-from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.regions import RegionView
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidHandle, InvalidRequest, Unsupported
 from gpulease.client.handles import Handle, HandleOwner
+from gpulease.client.numbers import whole
 from gpulease.client.texts import quoted
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body

@@ -14,10 +14,11 @@ from gpulease.client.core.attachment import Attachment
 from gpulease.client.core.clean_ups import with_clean_up
 from gpulease.client.core.events import RefusalStream
 from gpulease.client.core.lease import LEASE_OVER, LeaseHandle, ReplyCleanUp
-from gpulease.client.core.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES, milliseconds, size_of
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import BorrowedBuffer, HandleOwner
+from gpulease.client.numbers import whole
 from gpulease.client.texts import bounded
 from gpulease.client.transport.channel import Channel
 from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status

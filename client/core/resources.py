@@ -6,11 +6,12 @@ from typing import Any, Final, TypeVar
 
 from gpulease.client.code_texts import image_of
 from gpulease.client.core.fast_request import DONE, FastRequest, Pending
-from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, Module, Variable
+from gpulease.client.numbers import whole
 from gpulease.client.texts import bounded
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import Address

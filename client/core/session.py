@@ -14,7 +14,7 @@ from gpulease.client.core.graphs import Graphs
 from gpulease.client.core.kept_buffers import SessionKeptBuffers
 from gpulease.client.core.launch import LaunchCommands, Launches
 from gpulease.client.core.lease import LeaseHandle
-from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
+from gpulease.client.core.lease_request import MAX_WIRE_BYTES
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSets
@@ -25,6 +25,7 @@ from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import error_of
 from gpulease.client.fork_guard import OWNED_BY_PARENT
 from gpulease.client.handles import BorrowedBuffer, Module
+from gpulease.client.numbers import whole
 from gpulease.client.texts import check_callback
 from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import shared_memory_request

@@ -17,11 +17,12 @@ from gpulease.client.core.lease import (
     by_token,
     end_reason_of,
 )
-from gpulease.client.core.lease_request import milliseconds, whole
+from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
 from gpulease.client.memory_views import readable_bytes, view_of
+from gpulease.client.numbers import whole
 from gpulease.client.texts import kernel_name, quoted
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status

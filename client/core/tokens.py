@@ -4,8 +4,9 @@ import base64
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
-from gpulease.client.core.lease_request import milliseconds, whole
+from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.numbers import whole
 from gpulease.client.texts import quoted
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission, names_of
 from gpulease.protocol.lease_ids import LeaseId

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +9,7 @@ from typing import Any, Final
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.library_errors import rejected
 from gpulease.client.http.settings_file import open_regular
+from gpulease.client.numbers import is_number
 from gpulease.client.texts import parse_problem, quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
@@ -64,13 +64,13 @@ class Members:
         """
         value = self._value(key, default)
         # bool is a subclass of int in Python, but `true` is not a number in JSON.
-        if not isinstance(value, int) or isinstance(value, bool) or not _is_finite(value):
+        if not is_number(value) or not isinstance(value, int):
             raise self._wrong(key, value, "an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
+        if not is_number(value):
             raise self._wrong(key, value, "a number")
         return float(value)
 
@@ -121,13 +121,6 @@ class Members:
 
     def _wrong(self, key: str, value: Any, kind: str) -> ModelRejected:
         return ModelRejected(f"{self.where}: {key} must be {kind}, not {quoted_value(value)}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def file_sha256(path: Path) -> str:

@@ -10,6 +10,8 @@ from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReas
 from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.row_records import MAX_RANKS, PAGE
 from gpulease.client.decode.token_guide import TokenGuide
+from gpulease.client.numbers import is_number
+from gpulease.client.texts import quoted
 
 MIN_TEMPERATURE: Final = 1e-3
 """Lowest temperature above 0. Below it, a logit times the f32 reciprocal would overflow in the kernels."""
@@ -118,13 +120,15 @@ class SamplingParameters:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature):
-            raise RequestRejected(f"temperature must be a number, not {self.temperature!r}")
+        if not is_number(self.temperature):
+            raise RequestRejected(f"temperature must be a number, not {quoted(self.temperature)}")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             allowed = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-            raise RequestRejected(f"temperature must be 0 (the likeliest token) or {allowed}, not {self.temperature!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestRejected(f"top_p must be a number above 0, up to 1 (all tokens), not {self.top_p!r}")
+            raise RequestRejected(
+                f"temperature must be 0 (the likeliest token) or {allowed}, not {quoted(self.temperature)}"
+            )
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise RequestRejected(f"top_p must be a number above 0, up to 1 (all tokens), not {quoted(self.top_p)}")
         _check_integer("top_k", self.top_k, 0, MAX_TOP_K)
         _check_integer("seed", self.seed, 0, MAX_SEED)
         _check_range("min_p", self.min_p, 0, 1)
@@ -216,8 +220,8 @@ class TenantConfig:
             raise ValueError(
                 f"tenant {self.id}: max_blocks must be 1 to {MAX_BLOCKS_PER_TENANT}, not {self.max_blocks}"
             )
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"tenant {self.id}: weight must be a number above 0, not {self.weight}")
+        if not (is_number(self.weight) and self.weight > 0):
+            raise ValueError(f"tenant {self.id}: weight must be a number above 0, not {quoted(self.weight)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +296,8 @@ class PromptRequest:
         if not self.token_ids:
             raise RequestRejected("the prompt must have at least one token")
         _check_integer("max_emitted_tokens", self.max_emitted_tokens, 1, MAX_POSITIONS)
-        if not _is_number(self.wait_s) or not 0 <= self.wait_s <= MAX_WAIT_S:
-            raise RequestRejected(f"wait_s must be 0 to {MAX_WAIT_S:g} seconds, not {self.wait_s!r}")
+        if not is_number(self.wait_s) or not 0 <= self.wait_s <= MAX_WAIT_S:
+            raise RequestRejected(f"wait_s must be 0 to {MAX_WAIT_S:g} seconds, not {quoted(self.wait_s)}")
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _check_integer("ranks", self.ranks, 0, MAX_RANKS)
         if len(self.cache_salt) > MAX_SALT_CHARACTERS:
@@ -433,21 +437,14 @@ AnyEvent = SchedulerEvent.Token | SchedulerEvent.Completed | SchedulerEvent.Admi
 """An event of the scheduler. Lists of them are in the order in which they happened."""
 
 
-def _is_number(value: object) -> bool:
-    # JSON's true is not a number, and NaN and infinity give no usable result.
-    return (isinstance(value, int) and not isinstance(value, bool)) or (
-        isinstance(value, float) and math.isfinite(value)
-    )
-
-
 def _check_range(name: str, value: object, minimum: float, maximum: float) -> None:
-    if not _is_number(value) or not minimum <= value <= maximum:  # type: ignore[operator]
-        raise RequestRejected(f"{name} must be a number from {minimum:g} to {maximum:g}, not {value!r}")
+    if not is_number(value) or not minimum <= value <= maximum:
+        raise RequestRejected(f"{name} must be a number from {minimum:g} to {maximum:g}, not {quoted(value)}")
 
 
 def _check_integer(name: str, value: object, minimum: int, maximum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise RequestRejected(f"{name} must be an integer from {minimum} to {maximum}, not {value!r}")
+        raise RequestRejected(f"{name} must be an integer from {minimum} to {maximum}, not {quoted(value)}")
 
 
 def _check_tokens(name: str, tokens: tuple[int, ...], max_tokens: int) -> None:

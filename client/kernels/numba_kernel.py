@@ -25,6 +25,7 @@ from gpulease.client.kernels.cuda_c import ptx_of
 from gpulease.client.kernels.joined_ptx import joined, undefined
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
+from gpulease.client.numbers import integer
 from gpulease.client.texts import quoted
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -158,8 +159,8 @@ class NumbaKernel:
 
     def _sizes(self, args: Any) -> tuple[int, ...]:
         try:
-            return tuple(size.__index__() for size in (args if isinstance(args, tuple | list) else (args,)))
-        except AttributeError:
+            return tuple(integer(size) for size in (args if isinstance(args, tuple | list) else (args,)))
+        except TypeError:
             raise self._failed(
                 f"blocks and threads must each be an integer or a tuple of them, not {quoted(args)}"
             ) from None

@@ -16,6 +16,7 @@ from gpulease.client.handles import Buffer
 from gpulease.client.kernel_args import KEYWORDS, KernelArgs
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing, ptx_version_of
+from gpulease.client.numbers import integer
 from gpulease.client.texts import quoted
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
@@ -149,8 +150,8 @@ class TritonKernel:
         # Step 4: get the grid, which may be computed from the arguments as the program passed them.
         launch_grid = grid(dict(bound) | values) if callable(grid) else grid
         try:
-            sizes = tuple(size.__index__() for size in launch_grid)
-        except (TypeError, AttributeError):
+            sizes = tuple(integer(size) for size in launch_grid)
+        except TypeError:
             raise self._failed(
                 f"the grid must be a sequence of integers, not {quoted(launch_grid)}", "Write kernel[(n,)](...)"
             ) from None

@@ -1,10 +1,10 @@
 """Samples of a node, and lines about its leases, computed from two samples: their present state, and rates."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from gpulease.client.console.tables import seconds_text
+from gpulease.client.numbers import is_number
 from gpulease.protocol.fast_dataclass import dataclass
 
 Report = Mapping[str, Any]
@@ -131,11 +131,8 @@ def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | Non
 
 def number(report: Report, key: str) -> float | None:
     """A number in a report; None if it is missing or not a finite number."""
-    # bool is an int in Python; nan and infinity can't be shown.
     value = report.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+    return value if is_number(value) else None
 
 
 def word(report: Report, key: str) -> str | None:

@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
+from gpulease.client.numbers import is_number
 from gpulease.client.serve.rpc.server import Answer
 from gpulease.client.serve.rpc.shared import LOADS_ARE_ORDERED, MappedCall
-from gpulease.client.texts import utf8
+from gpulease.client.texts import quoted, utf8
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.back_off import back_off_s
@@ -102,6 +103,7 @@ class RpcClient:
                 f"rpc: the address must be unix:PATH, not {address}, because memory is shared only within a host",
                 "Use HTTP",
             )
+        _check_timeout(timeout_s)
         self._path, self._timeout_s = endpoint.path, timeout_s
         # Spinning is useful only if the server can run on another core at the same time.
         policy_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
@@ -145,8 +147,10 @@ class RpcClient:
             raise InvalidRequest(
                 f"rpc: a call must have at most {MAX_PAYLOAD_BYTES} bytes, not {len(data)}", "Use HTTP for more"
             )
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {deadline_s}")
+        if deadline_s is not None and not (is_number(deadline_s) and deadline_s > 0):
+            raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {quoted(deadline_s)}")
+        if timeout_s is not None:
+            _check_timeout(timeout_s)
         span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
         # Calls take turns, because the shared memory has room for one request and one reply.
         if not self._lock.acquire(timeout=min(span.send_timeout_s(), threading.TIMEOUT_MAX)):
@@ -266,6 +270,11 @@ class _Span:
         if left_ms <= 0:
             raise _NotReceived(_too_late("its deadline passed before it reached the server"))
         return min(left_ms, MAX_LEFT_MS)
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not is_number(timeout_s) and timeout_s != math.inf:
+        raise InvalidRequest(f"rpc: a timeout must be a number of seconds, not {quoted(timeout_s)}")
 
 
 def _too_late(reason: str) -> CallFailed:
