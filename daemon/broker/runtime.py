@@ -23,6 +23,7 @@ from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.broker.worker_specs import lease_worker_spec, submit_worker_spec
 from gpulease.daemon.contract.messages import ForwardRevokedReport
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
@@ -112,11 +113,13 @@ from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fast_dataclass import replace
-from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
-from gpulease.protocol.opcodes import Exclusivity, Status
+from gpulease.protocol.opcodes import Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
+
+_AWAIT_WORKERS: Final = frozenset({TimerKind.SPAWN, TimerKind.GRACE, TimerKind.RECLAIM, TimerKind.PARK})
+"""Timers that are over when a worker has answered, or has ended."""
 
 USE_RECORDS_S: Final = 600.0
 """Seconds between two audit records of the card's time that a lease has used. If the daemon crashes and is not
@@ -388,6 +391,15 @@ class Runtime:
     def _post_timer(self, event: Event) -> None:
         # Raise nothing: the other timers that are due must be posted, too.
         try:
+            # A worker may have answered in time, and only this process be late.
+            if isinstance(event, TimerFired) and event.kind in _AWAIT_WORKERS:
+                region = self.table.regions.get(event.worker_id)
+                self.workers.read_arrived(event.worker_id if region is None else region.lease_id)
+                if event.kind is TimerKind.GRACE and (
+                    until_ns := self._recycler.kill_put_off_until_ns(event.worker_id)
+                ):
+                    self._arm_timer(ArmTimer(event, until_ns))
+                    return
             self.post(event)
         except Exception as error:
             self._answer_fault(event, error)
@@ -836,30 +848,3 @@ def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
         case Renewed(lease=lease):
             return "LEASE_RENEW", lease
     return None
-
-
-def lease_worker_spec(effect: SpawnWorker | RestartWorker, allowance_bytes: int) -> WorkerSpec:
-    """Return the specification with which the worker of a lease's session starts."""
-    return WorkerSpec(
-        effect.lease_id,
-        effect.card_uuid,
-        effect.terms.session_bytes,
-        is_shared=effect.terms.exclusivity is Exclusivity.SHARED,
-        allowance_bytes=allowance_bytes,
-        is_parkable=effect.terms.is_parkable,
-        **options_for_worker(effect.terms, is_submit=False),
-    )
-
-
-def submit_worker_spec(effect: SpawnSubmit, allowance_bytes: int) -> WorkerSpec:
-    """Return the specification with which the worker of a submit starts."""
-    return WorkerSpec(
-        effect.submit_id,
-        effect.card_uuid,
-        effect.size_bytes,
-        is_shared=False,
-        allowance_bytes=allowance_bytes,
-        submit_of=effect.lease_id,
-        timeout_ms=effect.timeout_ms,
-        **options_for_worker(effect.terms, is_submit=True),
-    )

@@ -194,8 +194,7 @@ class WarmPool:
         if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
             return
         # Check again: the scrub took time, in which the tenant, the card or the node may have changed.
-        is_late = lease.grace_due_ns is None or now_ns >= lease.grace_due_ns
-        if event.doubt or is_late or not self._store.may_recycle(lease):
+        if event.doubt or not self._store.may_recycle(lease):
             self._teardown.give_up_scrub(lease, now_ns, effects)
             return
         # Exchange the lease for a context in the pool. The worker is renamed before the lease's bytes are released, so

@@ -519,6 +519,11 @@ class CardWatch:
         self._post(CardPolled(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), polled_ns))
 
 
+SCRUB_PROOF_NS: Final = 5 * NS_PER_S
+"""Time for the poll of the card after a worker's answer that its context is scrubbed. The poll takes less than a
+millisecond, but a busy host may run its thread late."""
+
+
 class Recycler:
     """Measures warm contexts before their first lease, has them scrubbed after each lease, and compares their memory.
 
@@ -565,6 +570,17 @@ class Recycler:
         if not doubt and (held_bytes or worker.hand_overs):
             doubt = f"it still has {held_bytes} bytes and {counted(worker.hand_overs, 'connection')}"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))
+
+    def kill_put_off_until_ns(self, lease_id: int) -> int:
+        """Return until when the kill of a worker is put off, although the time for its scrub is over; 0 if it is not.
+
+        It is put off once, by SCRUB_PROOF_NS, if the worker has answered: then only the poll of the card is late.
+        """
+        worker = self._workers.worker(lease_id)
+        if worker is None or not worker.has_answered or worker.is_proof_awaited:
+            return 0
+        worker.is_proof_awaited = True
+        return time.monotonic_ns() + SCRUB_PROOF_NS
 
     async def stop(self) -> None:
         for task in self._tasks:

@@ -74,7 +74,7 @@ MAX_REASON_CHARS: Final = 1000
 journal, which keeps reasons of thousands of leases."""
 
 MAX_LAST_MESSAGES: Final = 300
-"""Maximum number of messages that are read from an ended worker, which is as many as fit its channel. A compromised
+"""Maximum number of messages that are read from a worker in a row, which is as many as fit its channel. A compromised
 worker can give its end of the channel to its tenant, and the broker must not read for as long as that tenant sends."""
 
 
@@ -478,18 +478,33 @@ class Workers:
         elif (found_worker := self._found_workers.get((zygote, reaped.serial))) is not None:
             found_worker.reason, found_worker.overran = reaped.reason, overran
 
-    def _on_worker_message(self, worker: Worker) -> None:
+    def read_arrived(self, worker_id: int) -> None:
+        """Process what a worker and its zygote have sent and this process has not read yet.
+
+        Call it before the lack of a worker's answer has consequences: this process may be the one that is late.
+        """
+        if (worker := self._workers.get(worker_id)) is None:
+            return
+        worker.zygote.read_arrived()
+        # The zygote's messages may have ended the worker, and its own messages may give it another number.
+        for _ in range(MAX_LAST_MESSAGES):
+            if self._workers.get(worker.spec.lease_id) is not worker or not self._on_worker_message(worker):
+                return
+
+    def _on_worker_message(self, worker: Worker) -> bool:
+        """Receive a message. Returns False if there was none."""
         try:
             message, fds = receive_message(worker.channel)
         except BlockingIOError:
-            return
+            return False
         except ChannelClosed:
             # The zygote reports the worker's exit.
             asyncio.get_running_loop().remove_reader(worker.channel)
-            return
+            return False
         close_all(fds)
         if (parsed := _parsed(message)) is not None:
             self._on_parsed(worker, parsed)
+        return True
 
     def _on_parsed(self, worker: Worker, message: FromWorker) -> None:
         lease_id = worker.spec.lease_id

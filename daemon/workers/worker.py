@@ -56,6 +56,7 @@ class Worker:
         own_bytes: Bytes that the card showed for it in that measurement; None if unknown.
         next_page: Its control page after the scrub; None unless the broker has ordered a scrub.
         has_answered: Whether it has reported the result of the scrub.
+        is_proof_awaited: Whether its kill was put off because of that report; see `Recycler.kill_put_off_until_ns`.
         is_stranger: Whether the next tenant to attach may be someone other than the lease's tenant.
         has_faulted: Whether it has reported, during this lease, why its context is lost.
         submit_ends_ns: Time at which the submit's timeout expires, on the monotonic clock; None before it begins, or
@@ -82,6 +83,7 @@ class Worker:
     own_bytes: int | None = None
     next_page: BrokerPage | None = None
     has_answered: bool = False
+    is_proof_awaited: bool = False
     is_stranger: bool = True
     has_faulted: bool = False
     submit_ends_ns: int | None = None
@@ -209,7 +211,8 @@ class Worker:
         # Close the old lease's pages. On the new page, counters start at zero.
         self.close_regions()
         self.page.close()
-        self.page, self.next_page, self.has_answered, self.counted = self.next_page, None, False, ()
+        self.page, self.next_page, self.counted = self.next_page, None, ()
+        self.has_answered = self.is_proof_awaited = False
         self.spec = WorkerSpec(self.spec.lease_id, self.spec.card_uuid, 0, is_shared=False)
         try:
             # The zygote needs the new pages for its own watchdog, and for the next broker.

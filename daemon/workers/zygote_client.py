@@ -232,7 +232,7 @@ class ZygoteClient:
         self._outbox = Outbox(self._channel)
         # Step 2: make the future before the reader, so that the first message completes it.
         self._preloaded = loop.create_future()
-        loop.add_reader(self._channel, self._read)
+        loop.add_reader(self._channel, self.read_arrived)
         try:
             # Step 3: wait. No worker is requested before that.
             await asyncio.wait_for(self._preloaded, START_TIMEOUT_S)
@@ -287,7 +287,7 @@ class ZygoteClient:
         self._channel, self._pidfd, self._path = found_zygote.channel, found_zygote.pidfd, found_zygote.path
         self._channel.setblocking(False)
         self._outbox = Outbox(self._channel)
-        asyncio.get_running_loop().add_reader(self._channel, self._read)
+        asyncio.get_running_loop().add_reader(self._channel, self.read_arrived)
         self._pid, self.findings = found_zygote.pid, found_zygote.findings
         if found_zygote.answers_pings:
             self._heartbeat.begin()
@@ -420,8 +420,8 @@ class ZygoteClient:
 
     # --- from the zygote ---
 
-    def _read(self) -> None:
-        # Read all messages at once: the zygote is trusted, and its messages report workers that have ended.
+    def read_arrived(self) -> None:
+        """Process all messages that have arrived: the zygote is trusted, and reports workers that have ended."""
         while self._channel is not None:
             try:
                 message, fds = receive_message(self._channel)

@@ -1,6 +1,8 @@
 """The runtime forgets the requests of clients that left, and keeps fenced workers apart from other programs."""
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
@@ -11,10 +13,11 @@ from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.runtime import FAULT, PendingRequests, Result, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.message_fields import U64_MAX
-from gpulease.daemon.contract.messages import ReturnedReport, ReturnWantedReport
+from gpulease.daemon.contract.messages import ReturnedReport, ReturnWantedReport, Scrubbed
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
+from gpulease.daemon.gpus.emulated_cards import CONTEXT_BYTES, EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
+from gpulease.daemon.host.ipc import send_message
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
@@ -36,6 +39,7 @@ from gpulease.daemon.leases import (
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
+    Recycling,
     RegionProved,
     Renewed,
     RequestDenied,
@@ -54,6 +58,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.leases.park_state import ParkPhase
+from gpulease.daemon.leases.teardown import SCRUB_TIMEOUT_MS
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.monitors import CardWatch
@@ -477,3 +482,61 @@ def test_the_loop_stays_awake_while_a_warm_context_becomes_a_session(monkeypatch
         *(awake[0], "spawned", "granted"),
         *(awake[1], "spawned", "granted"),
     ]
+
+
+class LocalWorkers(SimulatedWorkers):
+    """Workers whose messages the test sends by itself. It records the workers that were killed and recycled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[socket.socket] = []
+        self.killed: list[int] = []
+        self.recycled: list[int] = []
+        self.is_over = asyncio.Event()
+
+    def spawn(self, spec: WorkerSpec) -> None:
+        if (warm := self._workers.get(spec.lease_id)) is None:
+            warm, end = Worker.create(spec, self._zygotes.current)
+            warm.own_bytes = CONTEXT_BYTES
+            self._workers[spec.lease_id] = warm
+            self.ends.append(end)
+            asyncio.get_running_loop().add_reader(warm.channel, self._on_worker_message, warm)
+        super().spawn(spec)
+
+    def kill(self, lease_id: int) -> None:
+        self.killed.append(lease_id)
+        self.is_over.set()
+
+    def recycle(self, lease_id: int, warm_id: int) -> None:
+        self.recycled.append(lease_id)
+        self.is_over.set()
+
+    def close(self) -> None:
+        for worker, end in zip(self._workers.values(), self.ends, strict=True):
+            worker.close()
+            end.close()
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_scrub_that_was_answered_in_time_counts_although_the_broker_is_late(has_answered: bool) -> None:
+    async def story() -> None:
+        recycling = Recycling(idle_s=60, max_leases=9, max_idle=9)
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(), 1, recycling=recycling)
+        workers = LocalWorkers()
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), workers, tokens, FactRecorder(), 1)
+        runtime.post(PoolTimerFired())
+        await asyncio.sleep(0)
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, LeaseTerms(100, 60_000)))
+        runtime.post(WorkerReady(5))
+        runtime.post(FreeRequested(runtime.expect(lambda _: None), 5, "ann"))
+        # The worker answers at once, but this process does not run for longer than the answer may take.
+        if has_answered:
+            send_message(workers.ends[0], Scrubbed("", 0).to_map())
+        time.sleep(SCRUB_TIMEOUT_MS / 1000 + 0.1)  # noqa: ASYNC251  # the whole process is late
+        await workers.is_over.wait()
+        assert (workers.killed, workers.recycled) == (([], [5]) if has_answered else ([5], []))
+        await runtime.stop()
+        workers.close()
+
+    asyncio.run(story())

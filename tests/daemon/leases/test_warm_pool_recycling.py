@@ -264,7 +264,6 @@ MEANWHILE: dict[str, Callable[[RecyclingScenario], list[Effect]]] = {
     "a revocation": lambda s: s.do(RevokeRequested(60, 1, "because")),
     "a guest": lambda s: s.do(GuestAttached(1)),
     "time": lambda s: s.at(0.5).fire(1, TimerKind.GRACE),
-    "a late answer": lambda s: s.at(0.5).do(WorkerScrubbed(1)),
     "a drain": lambda s: s.do(DrainRequested(60, 60_000)) + s.do(WorkerScrubbed(1)),
     "a shutdown": lambda s: s.do(ShutdownRequested()) + s.do(WorkerScrubbed(1)),
 }
@@ -278,10 +277,18 @@ def test_what_ends_a_scrub(what: str) -> None:
     kill = one(MEANWHILE[what](s), KillWorker)
     assert kill.worker_id == 1
     # The log gives the reason; of these ends, no event does.
-    assert bool(kill.doubt) is (what in ("time", "a late answer"))
+    assert bool(kill.doubt) is (what == "time")
     assert s.do(WorkerScrubbed(1)) == []
     assert one(s.gone(1), FreeDone).lease.cause is Cause.FREED
     assert s.card().recycled_contexts == 0
+
+
+def test_a_proof_counts_until_the_worker_is_killed() -> None:
+    s = RecyclingScenario()
+    s.active(1)
+    s.free(1)
+    assert one(s.at(0.5).do(WorkerScrubbed(1)), RecycleWorker).lease_id == 1
+    assert s.fire(1, TimerKind.GRACE) == []
 
 
 def renamed(s: RecyclingScenario, *tenants: str) -> list[Effect]:
