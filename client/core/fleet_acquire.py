@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from gpulease.client.core.exchange import (
-    Clock,
     FixedDeadline,
     GrantCleanUp,
     ask_once,
@@ -161,9 +160,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     raise error_of(Failure(status, message, errors[-1][1].hint), operation_of(op)) from None
 
 
-def acquire_in(
-    fleet: Fleet, request: LeaseAlloc, make: Make[T], clean_up: GrantCleanUp, clock: Clock = time.monotonic
-) -> Procedure[T]:
+def acquire_in(fleet: Fleet, request: LeaseAlloc, make: Make[T], clean_up: GrantCleanUp) -> Procedure[T]:
     """Ask a fleet for a lease, and make it from the grant.
 
     Args:
@@ -171,12 +168,11 @@ def acquire_in(
         request: The request, with the time that it may wait for room.
         make: Makes the lease.
         clean_up: Records what a node may have granted.
-        clock: The monotonic time in seconds.
 
     Raises CapacityExceeded, Drained, Disconnected or a similar error, or InvalidRequest. The error states how many
     nodes were asked, and why each refused.
     """
-    return (yield from _Search(fleet, request, make, clean_up, clock).run())
+    return (yield from _Search(fleet, request, make, clean_up).run())
 
 
 class _Refusal(NamedTuple):
@@ -190,17 +186,16 @@ class _Refusal(NamedTuple):
 class _Search(Generic[T]):
     """One acquire in a fleet, until a node grants."""
 
-    def __init__(self, fleet: Fleet, request: LeaseAlloc, make: Make[T], clean_up: GrantCleanUp, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, request: LeaseAlloc, make: Make[T], clean_up: GrantCleanUp) -> None:
         self._fleet = fleet
         self._make = make
         self._clean_up = clean_up
-        self._clock = clock
         # Use one id for all attempts of this call. A node that has granted the request answers with the same lease.
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
         self._request = replace(request, parameters=(*request.parameters, request_id))
         self._place = _place_of(request)
         # The time to wait for room is for the whole acquire. Each node gets a part of it.
-        self._end = clock() + request.wait_ms / 1000
+        self._end = time.monotonic() + request.wait_ms / 1000
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")
 
@@ -210,12 +205,12 @@ class _Search(Generic[T]):
             # Each round asks the nodes to grant immediately. If none does, wait for a slice of the time, and begin
             # again: by then any node may have room.
             granted = yield from self._round()
-            left_s = self._end - self._clock()
+            left_s = self._end - time.monotonic()
             if granted is None and left_s > 0:
                 granted = yield from self._wait(left_s)
             if granted is not None:
                 return granted
-            if self._clock() >= self._end:
+            if time.monotonic() >= self._end:
                 raise self._error()
 
     def _round(self) -> Procedure[T | None]:
@@ -242,7 +237,7 @@ class _Search(Generic[T]):
         """
         # The node that serves the name comes first: only the end of its lease frees the name.
         slice_s = min(left_s, WAIT_SLICE_S)
-        slice_end = self._clock() + slice_s
+        slice_end = time.monotonic() + slice_s
         refusals = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
         busy = [refusal for refusal in refusals if self._place.name and type(refusal.error) is Busy]
         # A node without room lets the request wait for room; one that is BUSY with the name lets it wait for the name.
@@ -250,12 +245,12 @@ class _Search(Generic[T]):
         for refusal in (busy or full)[:1]:
             granted = yield from self._ask(refusal.candidate, slice_s)
             # That node may be cut off from its fleet. Ask another node as well, because that one could fence it.
-            if granted is None and busy and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
+            if granted is None and busy and refusal.holds_name and (left_s := self._end - time.monotonic()) > 0:
                 granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
             if granted is not None:
                 return granted
         # The node refused before the slice was over, because it has no queue for this request.
-        if (pause_s := min(slice_end - self._clock(), ROUND_PAUSE_S)) > 0:
+        if (pause_s := min(slice_end - time.monotonic(), ROUND_PAUSE_S)) > 0:
             yield Sleep(pause_s)
         return None
 
@@ -301,7 +296,7 @@ class _Search(Generic[T]):
 
     def _ask_until_answered(self, candidate: Candidate, wait_s: float) -> Procedure[T]:
         """Ask one node, and ask it again for a while if its answer is lost."""
-        wait_until, left_s = self._clock() + wait_s, wait_s
+        wait_until, left_s = time.monotonic() + wait_s, wait_s
         again_until: float | None = None
         while True:
             channel: Channel | None = None
@@ -312,7 +307,7 @@ class _Search(Generic[T]):
                 request = replace(self._request, wait_ms=int(left_s * 1000))
                 number, frame = channel.link.request(Opcode.LEASE_ALLOC, request, creates=True)
                 self._clean_up.channel, self._clean_up.number = channel, number
-                answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
+                answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s)
                 if isinstance(answer, LeaseGrant):
                     self._clean_up.made = answer
                     channel.link.claim(number)
@@ -326,19 +321,19 @@ class _Search(Generic[T]):
                     channel.close()
                 if again_until is None and (not is_lost or self._waits_for_name()):
                     raise
-                if again_until is not None and self._clock() >= again_until:
+                if again_until is not None and time.monotonic() >= again_until:
                     raise error from None
             else:
                 channel.close()
                 raise error_of(answer, operation_of(Opcode.LEASE_ALLOC))
             # The time runs from the first lost answer; later failures do not extend it.
-            again_until = again_until or self._clock() + LOST_ANSWER_S
+            again_until = again_until or time.monotonic() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
-            left_s = max(0.0, wait_until - self._clock())
+            left_s = max(0.0, wait_until - time.monotonic())
 
     def _waits_for_name(self) -> bool:
         """Return whether the request has a name, and there is time for further rounds, which ask this node again."""
-        return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
+        return bool(self._place.name) and self._end - time.monotonic() > LOST_ANSWER_S
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node at the first of its addresses that answers."""
@@ -350,7 +345,7 @@ class _Search(Generic[T]):
             except ValueError:
                 continue
             try:
-                return (yield from dial(address, FixedDeadline(NODE_LIMIT_S, "connect", address, self._clock)))
+                return (yield from dial(address, FixedDeadline(NODE_LIMIT_S, "connect", address)))
             except Disconnected as unreached:
                 error = unreached
         raise error.with_traceback(None)
@@ -389,14 +384,12 @@ def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
     return channel.link.end is not None and not channel.link.received_goodbye
 
 
-def _answer(
-    channel: Channel, number: int, frame: bytes, limit_s: float, clock: Clock
-) -> Procedure[LeaseGrant | Failure]:
+def _answer(channel: Channel, number: int, frame: bytes, limit_s: float) -> Procedure[LeaseGrant | Failure]:
     operation = operation_of(Opcode.LEASE_ALLOC)
-    deadline = FixedDeadline(limit_s, operation, channel.address, clock)
+    deadline = FixedDeadline(limit_s, operation, channel.address)
     try:
         yield from send(channel, (frame,), deadline)
-        answer: Any = yield from receive_from_living(channel, number, deadline, pong_limit_s=NODE_LIMIT_S, clock=clock)
+        answer: Any = yield from receive_from_living(channel, number, deadline, pong_limit_s=NODE_LIMIT_S)
     except LinkEnded as ended:
         raise disconnected(ended, channel, operation) from None
     return cast("LeaseGrant | Failure", answer)

@@ -25,7 +25,6 @@ from gpulease.client.core.events import EVERY_LEASE, EventStream, RefusalStream
 from gpulease.client.core.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
-    Clock,
     First,
     FixedDeadline,
     GrantCleanUp,
@@ -368,7 +367,7 @@ class LeaseHandle:
         grant: The daemon's grant.
         generation: Incremented by every renewal.
         ttl_s: Its time to live as it was last granted or renewed, in seconds.
-        deadline: When it ends, on `clock`.
+        deadline: When it ends, on the monotonic clock in seconds.
         expires_at_unix_s: When it ends, by the daemon's wall clock, for display.
         end_failure: How the lease ended, once that is known.
         waiting: How client and worker wait for each other; None for the hosts' default.
@@ -395,12 +394,11 @@ class LeaseHandle:
     name = ""
     epoch = 0
 
-    def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
+    def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant) -> None:
         self.grant = grant
         self.waiting: Waiting | None = None
         self.is_latency = False
         self.address: Address = channel.address
-        self.clock = clock
         self.lock = lock
         self.channel = channel
         self.end_failure: Failure | None = None
@@ -421,13 +419,13 @@ class LeaseHandle:
         """Record that the lease lasts `ttl_ms` from now."""
         self.generation = generation
         self.ttl_s = ttl_ms / 1000
-        self.deadline = self.clock() + self.ttl_s
+        self.deadline = time.monotonic() + self.ttl_s
         self.expires_at_unix_s = expires_at_unix_s
 
     @property
     def remaining_s(self) -> float:
         """Seconds until the lease ends; 0 once it has."""
-        return 0.0 if self.end_failure is not None else max(0.0, self.deadline - self.clock())
+        return 0.0 if self.end_failure is not None else max(0.0, self.deadline - time.monotonic())
 
     @property
     def is_revoked(self) -> bool:
@@ -702,14 +700,14 @@ class LeaseHandle:
         self, op: Opcode, body: Body, operation: str, wait_s: float, clean_up: "ReplyCleanUp | None", most_s: float
     ) -> Procedure[Any]:
         """Send the request. While the daemon can't be reached, repeat it for `wait_s` seconds, with growing pauses."""
-        last, failures = self.clock() + wait_s, 0
+        last, failures = time.monotonic() + wait_s, 0
         while True:
             try:
                 is_repeat = failures > 0
                 return (yield from self._ask_reconnecting(op, body, operation, clean_up, most_s, is_repeat=is_repeat))
             # Also try again after Busy, because right after a restart all clients reconnect at once.
             except (Disconnected, Busy):
-                left_s = last - self.clock()
+                left_s = last - time.monotonic()
                 if left_s <= 0:
                     raise
             yield Sleep(min(back_off_s(failures, FIRST_RECONNECT_PAUSE_S, MAX_RECONNECT_PAUSE_S), left_s))
@@ -723,7 +721,7 @@ class LeaseHandle:
         `answers` receives the replies that come before the connection ends.
         """
         yield from self._reconnect_if_stale(operation)
-        link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, operation, self.address, self.clock)
+        link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, operation, self.address)
         try:
             # Number all requests, send them together, then receive their replies in order.
             request_ids = {number: link.request(op, body) for number, body in bodies.items()}
@@ -756,7 +754,7 @@ class LeaseHandle:
             # Try at most twice: on the old connection and, if that ended without an answer, on a new one.
             is_new = yield from self._reconnect_if_stale(operation)
             try:
-                deadline = FixedDeadline(min(most_s, control_limit_s(op)), operation, self.address, self.clock)
+                deadline = FixedDeadline(min(most_s, control_limit_s(op)), operation, self.address)
                 ask = answer_to if clean_up is None else clean_up.ask
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
@@ -805,7 +803,7 @@ class ReplyCleanUp(CleanUp):
             operations.attachment.channel.announce()
         channel.is_polled = polls_for(channel.address, self.lease.waiting)
         try:
-            answer = yield from receive_reply(channel, op, number, deadline, self.lease.clock)
+            answer = yield from receive_reply(channel, op, number, deadline)
         finally:
             channel.is_polled = False
         self._take(channel, number, answer)
@@ -832,7 +830,7 @@ class ReplyCleanUp(CleanUp):
             channel.link.claim(number)
             return
         try:
-            deadline = FixedDeadline(CLEAN_UP_S, "clean up", channel.address, self.lease.clock)
+            deadline = FixedDeadline(CLEAN_UP_S, "clean up", channel.address)
             self._take(channel, number, (yield from receive(channel, number, deadline)))
         except (LinkEnded, GpuLeaseError):
             channel.close()
@@ -1365,21 +1363,21 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
 
 def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
     """Ask the broker how a lease ended after its session's connection ended with `ended`. Raises nothing."""
-    last = lease.clock() + END_REASON_WAIT_S
+    last = time.monotonic() + END_REASON_WAIT_S
     try:
         # The worker's connection often ends before the broker has noticed why: poll for a bounded time.
         while lease.end_failure is None:
             # An ended lease's reason is not worth a long wait for a daemon that hangs.
             report = yield from lease.query(most_s=ceil(lease.remaining_s) + END_MARGIN_S)
             lease.end_failure = end_reason_of(report)
-            if lease.end_failure is not None or lease.clock() >= last:
+            if lease.end_failure is not None or time.monotonic() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
     # The daemon is gone as well, or hangs, so the reason is unknown: report both ends. But past its deadline the lease
     # has expired in any case; a worker may be killed before it can report that.
     except Disconnected as error:
         both = f"{ended.message}; then {error.message}"
-        if lease.end_failure is None and lease.clock() >= lease.deadline:
+        if lease.end_failure is None and time.monotonic() >= lease.deadline:
             return Failure(Status.LEASE_EXPIRED, f"the lease expired: {both}")
         return lease.end_failure or Failure(Status.DISCONNECTED, both, error.hint)
     except GpuLeaseError as error:
@@ -1423,6 +1421,6 @@ def _unknown_lease(lease: LeaseHandle, failure: Failure) -> Failure:
 
     The daemon forgets ended leases after a while: if the deadline has passed, the lease expired.
     """
-    if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
+    if failure.status is Status.NOT_FOUND and time.monotonic() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")
     return failure

@@ -9,6 +9,7 @@ has an owner, and then the handle. The next operation, or the poll of idle sessi
 operation has left. In the same way, a free that is due is listed in `dropped` until the channel has queued it.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Container
 from contextlib import suppress
@@ -60,7 +61,7 @@ class LeaseDeadline:
 
     def remaining_s(self) -> float:
         """Seconds left; negative after the deadline and its margin."""
-        return self._lease.deadline + EXPIRY_MARGIN_S - self._lease.clock()
+        return self._lease.deadline + EXPIRY_MARGIN_S - time.monotonic()
 
     def raise_or_extend(self) -> Procedure[None]:
         """Raise LinkEnded, unless the broker reports that the lease was renewed elsewhere."""
@@ -68,7 +69,7 @@ class LeaseDeadline:
         report = yield from self._lease.query()
         remaining_ms = report.get("remaining_ms")
         if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
-            self._lease.deadline = self._lease.clock() + remaining_ms / 1000
+            self._lease.deadline = time.monotonic() + remaining_ms / 1000
             return
         raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer before the end of its lease"))
 
@@ -85,7 +86,7 @@ class BlockEndDeadline(LeaseDeadline):
 
     def remaining_s(self) -> float:
         """Seconds left; negative after the deadline."""
-        return self._end - self._lease.clock()
+        return self._end - time.monotonic()
 
     def raise_or_extend(self) -> Procedure[None]:
         """Raise TimedOut, or LinkEnded if the lease has ended."""

@@ -4,6 +4,7 @@ A region is a lease inside a session, so `RegionHandle` is a `LeaseHandle` that 
 that names a region ends only that region here, whatever operation the reply was for.
 """
 
+import time
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
@@ -74,7 +75,7 @@ class RegionHandle(LeaseHandle):
         )
         # A region shares the lease's connection and lock, because the program that holds the lease sends the region's
         # requests.
-        super().__init__(parent.channel, parent.lock, grant, parent.clock)
+        super().__init__(parent.channel, parent.lock, grant)
         self.outlives_daemon = parent.outlives_daemon
         parent.regions[granted.lease_id] = self
 
@@ -170,8 +171,8 @@ class RegionHandle(LeaseHandle):
 
     def _await_launches(self) -> Procedure[None]:
         # The launches that named it end by themselves, or after the daemon's grace period. Poll with growing pauses.
-        last, polls = self.clock() + RETURN_WAIT_S, 0
-        while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
+        last, polls = time.monotonic() + RETURN_WAIT_S, 0
+        while (yield from self.query()).get("state") in _HAS_MEMORY and time.monotonic() < last:
             yield Sleep(back_off_s(polls, FIRST_RETURN_POLL_S, LAST_RETURN_POLL_S))
             polls += 1
 

@@ -1,5 +1,6 @@
 """One-shot jobs: one kernel on a lease, in a context that ends with the call."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
@@ -267,7 +268,7 @@ def _end_error(
         is_lease_over = noted.status in LEASE_OVER or noted.status is Status.TIMED_OUT
         return error_of(noted if is_lease_over else replace(noted, hint=hint), "submit")
     # The daemon may find out why the connection ended only a moment later, so query the lease until it has.
-    deadline_s = lease.clock() + END_REASON_WAIT_S
+    deadline_s = time.monotonic() + END_REASON_WAIT_S
     reason = failure.message
     try:
         while True:
@@ -279,7 +280,7 @@ def _end_error(
                 return error_of(lease_end, "submit")
             if submit is not None and submit.get("timed_out"):
                 return TimedOut(f"submit: {submit.get('reason')}")
-            if submit is None or submit.get("state", "ending") not in _NOT_ENDED or lease.clock() > deadline_s:
+            if submit is None or submit.get("state", "ending") not in _NOT_ENDED or time.monotonic() > deadline_s:
                 break
             yield Sleep(END_REASON_POLL_S)
     except Disconnected as error:

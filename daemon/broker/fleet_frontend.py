@@ -80,7 +80,7 @@ from gpulease.daemon.record.journal import Journal, MembershipRow
 from gpulease.daemon.record.metrics.gauges import FleetFacts
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.fleet_membership import FleetMembership
-from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts
+from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
@@ -156,7 +156,6 @@ class FleetFrontend:
         journal: Journal,
         addresses: Callable[[], Sequence[str]],
         update_page: Callable[[FleetMembership], None],
-        timeouts: Timeouts | None = None,
     ) -> None:
         # The operator's settings, and the parts of the daemon that this object uses or notifies.
         self._settings = settings
@@ -194,7 +193,7 @@ class FleetFrontend:
         self._sent_stamps: tuple[Stamp, ...] = ()
         # The process, and the tasks that keep it up to date.
         self._process = ChildProcess(
-            _fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts, self._on_unhandled
+            _fleet_kind(sandbox), self._begin, self._on_message, self._on_end, on_unhandled=self._on_unhandled
         )
         self._stopped = asyncio.Event()
         self._record_task = PeriodicTask(self._send_record, RECORD_S, _log_fault)

@@ -33,7 +33,7 @@ from gpulease.daemon.remote.remote_messages import (
     RelayLeft,
 )
 from gpulease.daemon.remote.tls_settings import TlsSettings
-from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, reap_later
+from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, reap_later
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import Failure
@@ -80,7 +80,6 @@ class TlsFrontend:
         tenants: Mapping[str, str],
         make_connection: MakeConnection,
         journal: Journal,
-        timeouts: Timeouts | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
@@ -90,7 +89,7 @@ class TlsFrontend:
         self._listeners: list[socket.socket] = []
         self.bound: list[tuple[Address, int]] = []
         acceptor = _acceptor_kind(settings)
-        self._acceptor = ChildProcess(acceptor, self._begin, self._on_message, self._adopt_relays, timeouts)
+        self._acceptor = ChildProcess(acceptor, self._begin, self._on_message, self._adopt_relays)
         # Relays by their process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()

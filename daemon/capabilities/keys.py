@@ -107,11 +107,11 @@ class KeyRing:
         self._keys[self._newest] = Key(self._newest, draw(KEY_BYTES))
         self._signs_since_ns = now_ns
 
-    def replace_all(self, draw: Draw = secrets.token_bytes) -> None:
+    def replace_all(self) -> None:
         """Drop every key, and sign with a new one from now on."""
         # Numbers continue, so that no token of the old keys names the new one.
         self._newest += 1
-        self._keys = {self._newest: Key(self._newest, draw(KEY_BYTES))}
+        self._keys = {self._newest: Key(self._newest, secrets.token_bytes(KEY_BYTES))}
 
     def _drop_old(self, now_ns: int) -> None:
         for key in list(self._keys.values()):

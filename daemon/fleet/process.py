@@ -102,7 +102,6 @@ class FleetProcess:
         channel: The broker's channel.
         on_files: Called with the names and descriptors of certificate files that the broker has opened again.
         readings: Clocks and counters that show pauses of the machine.
-        clock_ns: CLOCK_BOOTTIME in nanoseconds.
     """
 
     def __init__(
@@ -112,13 +111,11 @@ class FleetProcess:
         channel: socket.socket,
         on_files: Callable[[Sequence[str], list[int]], None],
         readings: MachineReadings,
-        clock_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._member = member
         self._client = client
         self._channel = channel
         self._on_files = on_files
-        self._clock_ns = clock_ns
         self._readings = readings
         self._last_reading = readings.read()
         self._outbox = Outbox(channel)
@@ -171,7 +168,7 @@ class FleetProcess:
         if self._ended.is_set():
             return
         try:
-            for effect in self._member.handle(event, self._clock_ns()):
+            for effect in self._member.handle(event, boot_ns()):
                 self._handlers[type(effect)](effect)
         except Exception:
             # Effects and answers may be lost, so end. The broker starts another process.
@@ -255,7 +252,7 @@ class FleetProcess:
             self._timer.cancel()
             self._timer = None
         if self._due_ns is not None:
-            left_s = max(0, self._due_ns - self._clock_ns()) / NS_PER_S
+            left_s = max(0, self._due_ns - boot_ns()) / NS_PER_S
             self._timer = asyncio.get_running_loop().call_later(min(left_s, MAX_SLEEP_S), self._wake)
 
     def _wake(self) -> None:
@@ -263,7 +260,7 @@ class FleetProcess:
         # Send no heartbeat before the broker has set the last deadline, because the broker may hang.
         if self._due_ns is None or self._unset_horizons:
             return
-        if self._clock_ns() < self._due_ns:
+        if boot_ns() < self._due_ns:
             self._sleep()
             return
         self._due_ns = None

@@ -56,18 +56,15 @@ class Feed:
     Args:
         node: The host's name.
         clock: Seconds on a monotonic clock.
-        boot_clock_ns: CLOCK_BOOTTIME in nanoseconds, the clock of a fleet.
     """
 
     def __init__(
         self,
         node: str = "",
         clock: Callable[[], float] = time.monotonic,
-        boot_clock_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._node = node
         self._clock = clock
-        self._boot_clock_ns = boot_clock_ns
         self._membership: FleetMembership | None = None
         self._link: BrokerLink | None = None
         self._snapshot: Snapshot | None = None
@@ -217,7 +214,7 @@ class Feed:
     def _fleet(self) -> FleetNow | None:
         if (membership := self._membership) is None:
             return None
-        return FleetNow(membership.node, membership.left_s(self._boot_clock_ns()), membership.fenced)
+        return FleetNow(membership.node, membership.left_s(boot_ns()), membership.fenced)
 
     async def ask(self, op: Opcode, body: Any) -> Any:
         """Ask the broker. Returns the body of its reply. Raises BrokerSilent."""
