@@ -48,7 +48,7 @@ from gpulease.daemon.ptx.parse.syntax import Function, Image, Relocation
 from gpulease.daemon.ptx.translate.call_graph import link
 from gpulease.daemon.ptx.translate.callees import FIRST_HANDLE, HANDLE_STEP
 from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
-from gpulease.daemon.ptx.translate.module import Part, translate
+from gpulease.daemon.ptx.translate.module import ModulePart, translate
 from gpulease.protocol.fast_dataclass import dataclass
 
 # The first four bytes of binary images, which only a card accepts.
@@ -180,7 +180,7 @@ def _decode(image: bytes) -> str:
         raise rejected("the image must be PTX text in UTF-8", line=line) from None
 
 
-def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
+def _kernels(tree: Image, parts: list[ModulePart]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: needed for part in parts for name, needed in part.needs.items()}
     # A kernel whose largest block does not fit into an area can't run.

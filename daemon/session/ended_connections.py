@@ -25,7 +25,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.kept_buffers import KeepOperations
 from gpulease.daemon.session.launches import Planner
 from gpulease.daemon.session.modules import ModuleOperations
-from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, StillRuns, do_not_wait, serves
 from gpulease.daemon.session.region_operations import RegionOperations
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.back_off import back_off_s
@@ -53,14 +53,6 @@ SHARED_WAIT_S: Final = 0.1
 """ALONE_WAIT_S if other connections are attached, which are not served during the wait."""
 
 WAIT_STEP_S: Final = 0.001
-
-
-class _StillRuns(Exception):
-    """Raised by the driver's poll, in place of a wait, because work of the stream still runs."""
-
-
-def _do_not_wait() -> None:
-    raise _StillRuns
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +160,7 @@ class EndedConnections(OperationHandler):
                 while frees_left and (ended.allocations or ended.modules):
                     self._give_back_one(ended)
                     frees_left -= 1
-            except _StillRuns:
+            except StillRuns:
                 continue
             except KernelFault as fault:
                 # Keep the fault. If an earlier one is kept already, that one is reported first.
@@ -193,12 +185,12 @@ class EndedConnections(OperationHandler):
             handle = ended.allocations[-1]
             # Another connection may have freed it or taken it over in the meantime.
             if self._ledger.holder_of(handle) is ended.holder:
-                self._free(handle, _do_not_wait)
+                self._free(handle, do_not_wait)
             ended.allocations.pop()
             return
         # Another connection may have unloaded it.
         if self._ledger.has_module(ended.modules[-1]):
-            self._unload(ended.modules[-1], _do_not_wait)
+            self._unload(ended.modules[-1], do_not_wait)
         ended.modules.pop()
 
     def _free(self, handle: int, poll: Poll) -> None:

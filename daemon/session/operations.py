@@ -32,6 +32,15 @@ class LeaseOver(Exception):
     """Raised from a wait when the control page shows that the lease has ended."""
 
 
+class StillRuns(Exception):
+    """Raised by `do_not_wait`, because work on the card is in progress."""
+
+
+def do_not_wait() -> None:
+    """A poll for the driver's waits: it raises StillRuns in place of the first wait."""
+    raise StillRuns
+
+
 @dataclass(slots=True, eq=False)
 class SessionResources:
     """A session's ledger, context and counters, as its operations use them.

@@ -58,7 +58,7 @@ from gpulease.daemon.host.copy_ring import CopyRing, RingBroken, RingEnd
 from gpulease.daemon.host.ipc import close_all
 from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.daemon.session.image import CantLeave
-from gpulease.daemon.session.operations import LeaseOver, SessionResources
+from gpulease.daemon.session.operations import LeaseOver, SessionResources, StillRuns, do_not_wait
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
@@ -244,10 +244,6 @@ class HostMemory:
         os.close(self.fd)
 
 
-class _StillRuns(Exception):
-    """Raised by the driver's poll, in place of a wait, because work of the session is in progress."""
-
-
 class _Refused(Exception):
     """The session can't be parked now. The refusal is reported to the broker."""
 
@@ -405,22 +401,22 @@ class SessionParking:
         context = self._context
         try:
             if self._is_lost() or self._is_moving():
-                raise _StillRuns
+                raise StillRuns
             if self._ahead_uses is None:
                 # Nothing may be in progress, and the context must keep no freed memory, as for a park.
-                self._resources.call_outside_request(lambda: context.sync(_do_not_wait))
-                context.trim(0, _do_not_wait)
+                self._resources.call_outside_request(lambda: context.sync(do_not_wait))
+                context.trim(0, do_not_wait)
                 self._resources.record_usage()
                 self._ahead_uses = self._uses()
             elif self._ahead_uses != self._uses():
-                raise _StillRuns
+                raise StillRuns
             self._resources.check_lease()
             is_whole = context.copy_ahead(memory.view, memory.prepared_bytes)
             # If memory was taken or released, the context has begun again.
             if (copied_bytes := context.ahead_bytes) < self._ahead_bytes:
                 self._count_discarded()
             self._ahead_bytes = copied_bytes
-        except (_StillRuns, LeaseOver, DriverError) as error:
+        except (StillRuns, LeaseOver, DriverError) as error:
             self._forget_ahead()
             if isinstance(error, KernelFault):
                 self._resources.keep_fault(error)
@@ -746,7 +742,3 @@ class SessionParking:
         self.end_lending()
         self._close_borrowed()
         self._drop_memory()
-
-
-def _do_not_wait() -> None:
-    raise _StillRuns

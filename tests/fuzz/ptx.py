@@ -17,7 +17,7 @@ from gpulease.daemon.ptx.image import _decode
 from gpulease.daemon.ptx.limits import MAX_IR_LINES
 from gpulease.daemon.ptx.parse.parser import parse
 from gpulease.daemon.ptx.translate.call_graph import link
-from gpulease.daemon.ptx.translate.module import Part, translate
+from gpulease.daemon.ptx.translate.module import ModulePart, translate
 
 from . import ptx_texts
 
@@ -36,7 +36,7 @@ def check(data: bytes) -> None:
         assert part.text.count("\n") < MAX_IR_LINES
 
 
-def translated(data: bytes) -> list[Part] | None:
+def translated(data: bytes) -> list[ModulePart] | None:
     """Return an image's code, or None if it was refused with a valid ImageRejected."""
     try:
         return translate(link(parse(_decode(data))))

@@ -87,12 +87,12 @@ class GgufHeader:
 def gguf_header(mapped: mmap.mmap, path: Path) -> GgufHeader:
     """Return the header, after checking that all tensors are inside the file. Raises ModelRejected."""
     try:
-        return _Reader(mapped, path).header()
+        return _HeaderReader(mapped, path).header()
     except UnicodeDecodeError as error:
         raise ModelRejected(f"{path}: corrupt: a text in its header is not UTF-8: {error}") from None
 
 
-class _Reader:
+class _HeaderReader:
     def __init__(self, mapped: mmap.mmap, path: Path) -> None:
         self._mapped = mapped
         self._path = path

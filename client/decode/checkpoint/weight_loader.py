@@ -1,7 +1,7 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
 All weights are planes of one allocation, because a card's driver takes up to a millisecond for each allocation. The
-content of the allocation is the image (`_Image`). The planes that have the same bytes as the file come first in the
+content of the allocation is the image (`_CardImage`). The planes that have the same bytes as the file come first in the
 image, one after another, and are filled through a few windows. A window is an array of the session's arena, from which
 the card copies directly. Several threads fill a window in parallel, each one part, from the page cache. The card copies
 two windows at the same time, each in a separate stream, so that the bus never waits for the host. The same threads
@@ -77,7 +77,7 @@ Planes = tuple[NDArray[Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class _SourceSection:
     """Rows of a target that come from one tensor.
 
     Attributes:
@@ -103,7 +103,7 @@ class _Target:
     """
 
     row_bytes: tuple[int, ...]
-    sections: tuple[_Section, ...]
+    sections: tuple[_SourceSection, ...]
     layout: Layout = Layout.BF16
     columns: int = 0
 
@@ -139,7 +139,7 @@ class _Window:
 class _Chunk:
     """Rows of a section that must be converted, and their places in the image."""
 
-    section: _Section
+    section: _SourceSection
     begin: int
     end: int
     offsets: tuple[int, ...]
@@ -151,7 +151,7 @@ class _Chunk:
         return list(zip(self.offsets[converted], planes[converted], strict=True))
 
 
-class _Image:
+class _CardImage:
     """The content of the allocation that holds a model: the place of each plane, and the source that fills it.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Image:
         if config.local_rope_theta is not None:
             makers.append(partial(local_rotary_tables, config))
         row_bytes = config.head_width // 2 * 4
-        self._tables = [_Target((row_bytes, row_bytes), (_Section(positions, maker),)) for maker in makers]
+        self._tables = [_Target((row_bytes, row_bytes), (_SourceSection(positions, maker),)) for maker in makers]
         self._place()
 
     def _place(self) -> None:
@@ -300,10 +300,10 @@ class _Image:
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
     """Return how many bytes of the card's memory `load_weights` needs, to size a lease."""
-    return _page_bytes(_Image(checkpoint, packed, positions))
+    return _page_bytes(_CardImage(checkpoint, packed, positions))
 
 
-def _page_bytes(image: _Image) -> int:
+def _page_bytes(image: _CardImage) -> int:
     # Add one page, which the card's driver takes for the streams of the copies.
     return (-(-image.size_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
@@ -331,7 +331,7 @@ async def load_weights(
     """
     # Refuse a lease that is too small before reading anything, because reading a large model takes minutes. Make the
     # image in a thread: with thousands of tensors, it would otherwise delay the steps of other models.
-    image = await asyncio.to_thread(_Image, checkpoint, packed, positions)
+    image = await asyncio.to_thread(_CardImage, checkpoint, packed, positions)
     image_bytes = _page_bytes(image)
     if image_bytes > session.slice_bytes:
         raise AllocFailed(
@@ -406,7 +406,7 @@ class _Readers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _ReadJob:
     """A job of the readers: it fills a window, or converts values."""
 
     done: "asyncio.Future[list[Any]]"
@@ -427,7 +427,7 @@ class _Loader:
     """Fills one image: threads prepare windows of host memory, and the card copies these in order."""
 
     def __init__(
-        self, session: GpuSession, buffer: Buffer, image: _Image, progress: Callable[[int, int], None] | None
+        self, session: GpuSession, buffer: Buffer, image: _CardImage, progress: Callable[[int, int], None] | None
     ) -> None:
         self._session = session
         self._buffer = buffer
@@ -435,7 +435,7 @@ class _Loader:
         self._progress = progress
         self._readers = _Readers()
         # The readers' jobs, the oldest first.
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_ReadJob] = deque()
         # Windows that neither the readers nor the card use.
         self._free: list[NDArray[np.uint8]] = []
         # The copies in flight, the oldest first, and the streams without a copy.
@@ -481,10 +481,10 @@ class _Loader:
         # This frees the windows' memory in the arena.
         self._free.clear()
 
-    def _start_job(self, work: _Window | list[_Chunk]) -> _Job:
+    def _start_job(self, work: _Window | list[_Chunk]) -> _ReadJob:
         """Give the readers the parts of a window, or chunks to convert."""
         if not isinstance(work, _Window):
-            return _Job(self._readers.run([lambda: [value for chunk in work for value in chunk.values()]]))
+            return _ReadJob(self._readers.run([lambda: [value for chunk in work for value in chunk.values()]]))
         memory = self._free.pop() if self._free else self._session.empty(WINDOW_BYTES, np.uint8)
         steps = [
             partial(part.file_rows.fill, part.begin, memory[part.at : part.at + part.size_bytes]) for part in work.parts
@@ -492,9 +492,9 @@ class _Loader:
         # Let the kernel read ahead, for files that are not in the page cache.
         first = work.parts[0]
         steps.append(partial(first.file_rows.read_ahead, first.begin, work.size_bytes))
-        return _Job(self._readers.run(steps), work, memory)
+        return _ReadJob(self._readers.run(steps), work, memory)
 
-    async def _write(self, job: _Job) -> None:
+    async def _write(self, job: _ReadJob) -> None:
         results = await job.done
         if job.window is None or job.memory is None:
             for offset, values in results[0]:
@@ -576,16 +576,16 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
     columns = tensors[0].columns
     # FP8's values have the same bytes in the file as on the card.
     sections = tuple(
-        _Section(part.rows, part.planes, _file_rows(part) if kind is TensorType.FP8 else None) for part in tensors
+        _SourceSection(part.rows, part.planes, _file_rows(part) if kind is TensorType.FP8 else None) for part in tensors
     )
     return _Target(plane_bytes(kind, columns), sections, PACKED[kind], columns)
 
 
 def _bf16_of(*tensors: Tensor) -> _Target:
-    def section(tensor: Tensor) -> _Section:
+    def section(tensor: Tensor) -> _SourceSection:
         # Rows that are bf16 in the file are copied without conversion.
         file_rows = _file_rows(tensor) if tensor.kind is TensorType.BF16 else None
-        return _Section(tensor.rows, lambda begin, end: (tensor.bf16(begin, end),), file_rows)
+        return _SourceSection(tensor.rows, lambda begin, end: (tensor.bf16(begin, end),), file_rows)
 
     columns = tensors[0].columns
     return _Target((columns * 2,), tuple(map(section, tensors)), columns=columns)
@@ -601,7 +601,7 @@ def _f32_of(*tensors: Tensor) -> _Target:
     Each value counts as a row, so that vectors of different lengths fit into one plane.
     """
 
-    def section(tensor: Tensor) -> _Section:
-        return _Section(tensor.columns, lambda begin, end: (tensor.f32(0, 1)[0, begin:end],))
+    def section(tensor: Tensor) -> _SourceSection:
+        return _SourceSection(tensor.columns, lambda begin, end: (tensor.f32(0, 1)[0, begin:end],))
 
     return _Target((4,), tuple(map(section, tensors)))

@@ -131,7 +131,7 @@ class _RowOrder:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StartedStep:
     number: int
     rows: int
     order: _RowOrder | None
@@ -188,7 +188,7 @@ class DecodeEngine:
         self._streams: list[Stream] = []
         self._rows: list[Rows] = []
         self._results: list[Results] = []
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_StartedStep] = deque()
         # The row order of the step that was started last. The next step's rows take tokens from its rows.
         self._order: _RowOrder | None = None
         self._next = 1
@@ -462,7 +462,7 @@ class DecodeEngine:
         if prefixes:
             self._check_prefixes(prefixes)
         # Append the step before its launch, because a copy of blocks in another task may receive its refusal.
-        self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
+        self._steps.append(_StartedStep(number, count, order, guidance is not None, is_pooled))
         try:
             region_set = await self._region_set(frozenset(pools))
             if self.session.shares_memory:
@@ -574,7 +574,7 @@ class DecodeEngine:
         # Restore the caller's order. Rows without results get UNSET, the record appended after the results.
         return np.append(results, UNSET).take(np.minimum(step.order.indexes, len(results)))
 
-    async def _fetch(self, parity: int, step: _Step) -> None:
+    async def _fetch(self, parity: int, step: _StartedStep) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""
         results, stream = self._results[parity][: step.results], self._streams[parity]
         if step.results:

@@ -59,7 +59,7 @@ class Submitted:
     end_tokens: frozenset[int]
 
 
-class QueuePlace(Protocol):
+class SubmissionPlace(Protocol):
     """A tenant's place for one request. The request counts as waiting until its sequences are submitted."""
 
     async def begin(
@@ -80,7 +80,7 @@ class CompletionSource(Protocol):
 
     log: DecodeLog
 
-    def place(self, tenant: str) -> AbstractAsyncContextManager[QueuePlace]:
+    def place(self, tenant: str) -> AbstractAsyncContextManager[SubmissionPlace]:
         """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has no place left."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":

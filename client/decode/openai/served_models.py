@@ -15,7 +15,7 @@ from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefus
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.openai.api_errors import invalid
-from gpulease.client.decode.openai.completion_intake import DecoderSource, QueuePlace, Submitted
+from gpulease.client.decode.openai.completion_intake import DecoderSource, SubmissionPlace, Submitted
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.supervisor.model_pool import STREAM_WAIT_S, ModelPool, ModelUse, unknown_model
@@ -283,7 +283,7 @@ class DirectSource:
         self.log, self._models = models.log, models
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
+    async def place(self, tenant: str) -> AsyncIterator[SubmissionPlace]:
         async with self._models.place(tenant) as place:
             yield _DirectPlace(tenant, place)
 

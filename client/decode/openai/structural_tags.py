@@ -101,7 +101,7 @@ def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
             raise invalid(f"{name} must be an object, or a string with its JSON", parameter) from None
     if not isinstance(value, dict):
         raise invalid(f"{name} must be an object, or a string with its JSON, not {quoted(value)}", parameter)
-    reader = _Reader(name, parameter)
+    reader = _TagReader(name, parameter)
     if "format" in value:
         reader.check_members("", value, ("type", "format"))
         return reader.of_format(value["format"])
@@ -115,7 +115,7 @@ def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
     return reader.tags(value.get("triggers"), parts, is_required=False, is_single=False)
 
 
-class _Reader:
+class _TagReader:
     """Parses the parts of one structural tag. Errors begin with `name`, and their parameter is `parameter`."""
 
     def __init__(self, name: str, parameter: str) -> None:

@@ -348,7 +348,7 @@ def _counts_of(counts: dict[str, TimeCounts], tenant_id: str, latest: int) -> Ti
     return times
 
 
-class _Stream(StreamingResponse):
+class _PageStream(StreamingResponse):
     """A streamed answer that calls `on_end` when it is over, even before its first bytes."""
 
     def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
@@ -426,7 +426,7 @@ class DecodePage:
             return Response(headers=HEADERS, media_type=EVENT_STREAM)
         # Count the stream here, not at its first bytes: several requests may arrive before the first stream runs.
         self._streams[viewer] += 1
-        return _Stream(self._stream(viewer), lambda: self._on_stream_end(viewer))
+        return _PageStream(self._stream(viewer), lambda: self._on_stream_end(viewer))
 
     def _is_full(self, viewer: str | None) -> bool:
         if viewer is None:

@@ -36,7 +36,7 @@ it."""
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _TextJob:
     tenant_id: str
     frame: bytes
     answer: asyncio.Future[dict[str, Any]]
@@ -58,7 +58,7 @@ class TextProcesses:
         self.replaced = 0
         self._log = log
         self._count, self._limits = count, limits
-        self._turns = TenantTurns[_Job](max(1, count - 1))
+        self._turns = TenantTurns[_TextJob](max(1, count - 1))
         self._wake = asyncio.Event()
         self._tokenizer_fd = tokenizer_fd
         self._server: ForkServer | None = None
@@ -103,7 +103,7 @@ class TextProcesses:
             raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
         if self._is_stopped:
             raise decoder_closed()
-        waiting = _Job(tenant_id, frame, asyncio.get_running_loop().create_future())
+        waiting = _TextJob(tenant_id, frame, asyncio.get_running_loop().create_future())
         self._turns.add(tenant_id, waiting)
         self._wake.set()
         try:
@@ -172,7 +172,7 @@ class TextProcesses:
                 # Wake another task, which may now run the tenant's next job.
                 self._wake.set()
 
-    async def _do(self, worker: ForkedWorker | None, job: _Job) -> ForkedWorker | None:
+    async def _do(self, worker: ForkedWorker | None, job: _TextJob) -> ForkedWorker | None:
         """Run a job. Returns the worker if it can run another job, otherwise None."""
         if worker is None or worker.ended.done() or job.tries:
             # Use a new worker for a retry: whatever ended the first worker may have harmed this one.
@@ -209,7 +209,7 @@ class TextProcesses:
         self._replace(worker)
         return None
 
-    async def _on_worker_end(self, worker: ForkedWorker, job: _Job) -> None:
+    async def _on_worker_end(self, worker: ForkedWorker, job: _TextJob) -> None:
         """Find out why a worker ended during a job: refuse the job, or queue it again."""
         if self._server is not None:
             self._server.kill(worker)
@@ -230,7 +230,7 @@ class TextProcesses:
         else:
             self._refuse(job, f"ended the process that parsed it, {job.tries} times", "process")
 
-    def _refuse(self, job: _Job, reason: str, limit: str) -> None:
+    def _refuse(self, job: _TextJob, reason: str, limit: str) -> None:
         self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {reason}")
         _fail(job, TextNotRead(f"the prompt can't be parsed: it {reason}", limit))
 
@@ -270,6 +270,6 @@ def _tokenizer_file(tokenizer: Tokenizer, context: int, limits: TextLimits) -> i
     return fd
 
 
-def _fail(job: _Job, error: Exception) -> None:
+def _fail(job: _TextJob, error: Exception) -> None:
     if not job.answer.done():
         job.answer.set_exception(error)

@@ -82,7 +82,7 @@ _MARKS: Final[Mapping[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, 
 
 
 @dataclass(frozen=True, slots=True)
-class Lexeme:
+class Terminal:
     """A literal, a set of characters or a regular expression, in llguidance's Lark.
 
     Attributes:
@@ -126,7 +126,7 @@ class Repeat:
     most: int | None
 
 
-Part = Lexeme | Reference | Series | Choice | Repeat
+Part = Terminal | Reference | Series | Choice | Repeat
 
 
 def lark_of(text: str) -> str:
@@ -138,10 +138,10 @@ def lark_of(text: str) -> str:
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"a grammar must have at most {MAX_GRAMMAR_BYTES:,} bytes")
-    return _Grammar(_Reader(text)).lark()
+    return _Grammar(_GrammarReader(text)).lark()
 
 
-class _Reader:
+class _GrammarReader:
     """Reads a grammar.
 
     Attributes:
@@ -218,7 +218,7 @@ class _Reader:
         if token := self._taken("string"):
             return self._literal(self._unescaped(token["string"][1:-1]))
         if self._taken("any"):
-            return Lexeme("/(?s:.)/", 1, 1)
+            return Terminal("/(?s:.)/", 1, 1)
         if token := self._taken("set"):
             return self._set(token["set"][1:-1])
         if token := self._taken("regex"):
@@ -266,8 +266,8 @@ class _Reader:
             last = "" if token is None else self._unescaped(token["string"][1:-1])
             if len(text) != 1 or len(last) != 1 or text > last:
                 raise self._wrong("a range must be from one character to a later one")
-            return Lexeme(f"/[{_hex(text)}-{_hex(last)}]/", 1, 1)
-        return Lexeme(string_literal(text) + flag, len(text), len(text)) if text else Series(())
+            return Terminal(f"/[{_hex(text)}-{_hex(last)}]/", 1, 1)
+        return Terminal(string_literal(text) + flag, len(text), len(text)) if text else Series(())
 
     def _set(self, text: str) -> Part:
         """Return a set of characters in EBNF as a set in a regular expression."""
@@ -285,13 +285,13 @@ class _Reader:
             place += 1
         if not written:
             raise self._wrong("a set must have a character")
-        return Lexeme(f"/[{sign}{written}]/", 1, 1)
+        return Terminal(f"/[{sign}{written}]/", 1, 1)
 
     def _regex(self, regex: str, flags: str) -> Part:
         if not set(flags) <= {"i", "s"}:
             raise self._wrong("a regular expression may have the flags i and s alone")
         body = regex[1:-1]
-        return Lexeme(regex + flags, expanded_items(body), expanded_items(body, is_least=True))
+        return Terminal(regex + flags, expanded_items(body), expanded_items(body, is_least=True))
 
     def _unescaped(self, text: str) -> str:
         return "".join(map(self._character, _CHARACTER.finditer(text)))
@@ -363,7 +363,7 @@ class _Reader:
 class _Grammar:
     """A grammar that was read: which names are terminals, how much work it takes, and its text in Lark."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _GrammarReader) -> None:
         self._parts, self._imports, self._ignored = dict(reader.definitions), reader.imports, reader.ignored
         self._root = "root" if reader.is_ebnf else "start"
         self._check_names()
@@ -407,7 +407,7 @@ class _Grammar:
             part = self._parts[name]
             # A terminal must have more than the empty text.
             if regular_names.issuperset(_references(part)) and any(
-                isinstance(inner, Lexeme | Reference) for inner in _inner(part)
+                isinstance(inner, Terminal | Reference) for inner in _inner(part)
             ):
                 regular_names.add(name)
         return regular_names
@@ -464,7 +464,7 @@ class _Grammar:
             most[name] = _size(self._parts[name], most)
             least[name] = _size(self._parts[name], least, is_least=True)
         in_rules = [part for name, part in self._parts.items() if name not in self._terminals]
-        inline = [lexeme for part in (*in_rules, *self._ignored) for lexeme in _lexemes(part)]
+        inline = [lexeme for part in (*in_rules, *self._ignored) for lexeme in _terminals(part)]
         if sum(most.values()) + sum(lexeme.most for lexeme in inline) > MAX_EXPANDED_ITEMS:
             raise GrammarRefused(
                 "the grammar's terminals, with what they refer to and their repetitions written out, must have at most"
@@ -490,7 +490,7 @@ def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> flo
     With `is_least`, count only its longest alternative, with the fewest repetitions.
     """
     match part:
-        case Lexeme():
+        case Terminal():
             return part.least if is_least else part.most
         case Reference():
             # A rule that refers to itself has no size.
@@ -522,14 +522,14 @@ def _references(part: Part) -> Iterator[str]:
     return (inner.name for inner in _inner(part) if isinstance(inner, Reference))
 
 
-def _lexemes(part: Part) -> Iterator[Lexeme]:
-    return (inner for inner in _inner(part) if isinstance(inner, Lexeme))
+def _terminals(part: Part) -> Iterator[Terminal]:
+    return (inner for inner in _inner(part) if isinstance(inner, Terminal))
 
 
 def _has_end(part: Part, ended: Collection[str]) -> bool:
     """Return whether a part has a finite text, if only the names in `ended` have one."""
     match part:
-        case Lexeme():
+        case Terminal():
             return True
         case Reference():
             return part.name in ended
@@ -544,7 +544,7 @@ def _has_end(part: Part, ended: Collection[str]) -> bool:
 def _written(part: Part, names: Mapping[str, str]) -> str:
     """Return a part as text of a Lark grammar, with rules and terminals by their names in `names`."""
     match part:
-        case Lexeme():
+        case Terminal():
             return part.written
         case Reference():
             return names[part.name]

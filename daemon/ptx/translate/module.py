@@ -64,7 +64,7 @@ class IrBudget:
 
 
 @dataclass(slots=True)
-class Part:
+class ModulePart:
     """Kernels that are compiled together: a single one, or all that call functions.
 
     Attributes:
@@ -188,7 +188,7 @@ class Part:
             raise rejected(reason, line=function.line, kernel=function.name)
 
 
-def translate(image: Image, shuffle: int | None = None) -> list[Part]:
+def translate(image: Image, shuffle: int | None = None) -> list[ModulePart]:
     """Return the IR of all kernels that can be translated, and add the refusals of the others to the linked image.
 
     Raises ImageRejected with the first refusal if no kernel can be translated.
@@ -199,7 +199,7 @@ def translate(image: Image, shuffle: int | None = None) -> list[Part]:
     return parts
 
 
-def _translate(image: Image, shuffle: int | None) -> list[Part]:
+def _translate(image: Image, shuffle: int | None) -> list[ModulePart]:
     translator, graph = _ImageTranslator(image, shuffle), CallGraph(image)
     for function in image.functions:
         # If a function that a kernel may call is refused, also refuse the kernel.
@@ -234,11 +234,11 @@ class _ImageTranslator:
         self._budget = IrBudget(MAX_IMAGE_IR_LINES)
         # Kernels that call functions are compiled together, so their sizes add up.
         self._accesses_left = MAX_OPTIMISED_CALLING_ACCESSES
-        self._separate_parts: list[Part] = []
+        self._separate_parts: list[ModulePart] = []
         self._shared_parts = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ModulePart]:
         return [part for part in (*self._separate_parts, *self._shared_parts.values()) if part.runners]
 
     def add(self, function: Function, reached: set[str]) -> None:
@@ -267,10 +267,10 @@ class _ImageTranslator:
             part.effort = Effort.LEAST
         self._separate_parts.append(part)
 
-    def _part(self, effort: Effort, *, calls: bool = False) -> Part:
+    def _part(self, effort: Effort, *, calls: bool = False) -> ModulePart:
         called = self._addressed if calls else ()
         callees = Callees(self._functions, called, self._first_function_index, self._watching)
-        return Part(effort, self._budget, callees, shuffle=self._shuffle, is_once=calls)
+        return ModulePart(effort, self._budget, callees, shuffle=self._shuffle, is_once=calls)
 
 
 def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:

@@ -387,7 +387,7 @@ def test_a_load_takes_short_turns_of_the_loop_and_lays_its_tensors_out_in_thread
     """Other models' steps are planned between these turns."""
     turn, launches_by_turn, layout_threads = 0, Counter[int](), set[int]()
 
-    class Image(weight_loader._Image):
+    class Image(weight_loader._CardImage):
         def __init__(self, *arguments: Any) -> None:
             layout_threads.add(threading.get_ident())
             super().__init__(*arguments)
@@ -408,7 +408,7 @@ def test_a_load_takes_short_turns_of_the_loop_and_lays_its_tensors_out_in_thread
         async with Decoder.open(RandomCheckpoint(TINY, 1), (), SETTINGS, address=daemon.address):
             counting.cancel()
 
-    monkeypatch.setattr(weight_loader, "_Image", Image)
+    monkeypatch.setattr(weight_loader, "_CardImage", Image)
     monkeypatch.setattr(forward_pass, "KernelLibrary", Library)
     asyncio.run(scene())
     assert launches_by_turn.total() > 100

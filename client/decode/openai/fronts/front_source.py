@@ -10,7 +10,7 @@ from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import PromptRequest
 from gpulease.client.decode.openai.api_errors import ApiError
-from gpulease.client.decode.openai.completion_intake import QueuePlace, Submitted
+from gpulease.client.decode.openai.completion_intake import SubmissionPlace, Submitted
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
     Cancel,
@@ -70,7 +70,7 @@ class FrontSource:
         return await self._load(self._paths[model])
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
+    async def place(self, tenant: str) -> AsyncIterator[SubmissionPlace]:
         """Take a place for a request. Raises ApiError."""
         self._number += 1
         number = self._number
