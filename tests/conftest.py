@@ -1,11 +1,13 @@
 """Fixtures that every test may use, and the leak check that runs after every test."""
 
+import faulthandler
 import fcntl
 import gc
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -19,6 +21,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import hypothesis
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from gpulease.client import GpuLease, GpuSession
 from gpulease.client.sync import idle_frees
@@ -57,6 +60,12 @@ PROCESSES_PER_CORE: Final = 3
 
 DEFAULT_EXAMPLES: Final = 15
 """Examples of a property-based test that sets no `max_examples`. With --everything, it is hypothesis' own default."""
+
+HANG_S: Final = 540.0
+"""After this time in one test, the stacks of all threads are printed; pytest's limit can't end what hangs in C."""
+
+REARM_S: Final = 30.0
+"""A test's stacks may be printed earlier by up to this time."""
 
 MOST_WAITING_PROCESSES: Final = 24
 """Limit of `-n auto` on hosts with fewer cores than this; each process first collects all tests, which takes time."""
@@ -204,6 +213,28 @@ def pytest_collection_finish() -> None:
     """
     gc.enable()
     gc.freeze()
+
+
+_armed_at_s = -REARM_S
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Print all stacks if the test hangs.
+
+    pytest's `faulthandler_timeout` starts and joins a thread for each test, which takes longer than many tests. Here
+    one thread serves all tests that begin within REARM_S.
+    """
+    global _armed_at_s
+    if (now_s := time.monotonic()) - _armed_at_s >= REARM_S:
+        _armed_at_s = now_s
+        faulthandler.dump_traceback_later(HANG_S, file=item.config.stash[fault_handler_stderr_fd_key])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    # pytest closes the file of the stacks next.
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session", autouse=True)
