@@ -203,6 +203,7 @@ def test_spans_of_several_splits_have_the_bits_that_their_rows_have_alone(
     assert "combine_spans_32" in launched
 
 
+@pytest.mark.exhaustive
 def test_long_prompts_in_small_steps_have_the_bits_that_their_rows_have_alone(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:

@@ -22,7 +22,7 @@ COMPARED: Final = Path(__file__).parents[2] / "client" / "decode" / "kernels" / 
 
 SOURCES: Final = ("triton_source.py", "gluon_source.py")
 
-FEW: Final = 12
+FEW: Final = 36
 """Each test run compiles one in this many kernels, enough to notice a change in how kernels are compiled."""
 
 

@@ -265,14 +265,10 @@ PROMPTS = [
         for group in groups
         for has_others in (False, True)
     ),
-    *(
-        pytest.param(width, window, group, True, marks=pytest.mark.exhaustive)
-        for width, window in ((80, WINDOW), (96, None))
-        for group in (3, 16)
-    ),
+    pytest.param(80, WINDOW, 16, True, marks=pytest.mark.exhaustive),
     *(
         pytest.param(width, window, group, True, marks=pytest.mark.slow)
-        for width in (64, 128, 256)
+        for width in (64, 80, 96, 128, 256)
         for window in (None, WINDOW)
         for group in (3, 16)
     ),

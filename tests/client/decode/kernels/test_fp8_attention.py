@@ -17,8 +17,9 @@ LAYERS = 2
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 300)
 WINDOW = 40
 NO_WINDOW = 1 << 20
-SOME = [32, *(pytest.param(width, marks=pytest.mark.exhaustive) for width in (64, 80))]
-MOST = [*SOME, *(pytest.param(width, marks=pytest.mark.slow) for width in (96, 128, 256))]
+SOME = [32, pytest.param(80, marks=pytest.mark.exhaustive)]
+"""A width that is a power of two, and one that is not, so that a tile has masked columns: they differ in code."""
+MOST = [*SOME, *(pytest.param(width, marks=pytest.mark.slow) for width in (64, 96, 128, 256))]
 GROUPS = [3, *(pytest.param(group, marks=pytest.mark.exhaustive) for group in (1, 8, 16))]
 
 

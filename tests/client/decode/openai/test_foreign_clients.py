@@ -43,6 +43,7 @@ def change(path: Path, **members: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | members))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", SCENARIOS)
 def test_a_client_works_unchanged(rig: OpenAiRig, package: str) -> None:
     if find_spec(package) is None:
