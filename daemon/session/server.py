@@ -802,11 +802,12 @@ class SessionServer:
         """Return the failure with which a new connection is refused; None if it may attach."""
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
+            is_shared = self._max_connections > 1
             failure = Failure(
                 Status.BUSY,
                 f"the session has {counted(len(self._connections), 'connection')}, the maximum for its "
                 "exclusivity class",
-                hint="Close the other connection first, or acquire the lease as SHARED.",
+                hint="Close one of them first." if is_shared else "Close it first, or acquire the lease as SHARED.",
             )
         return failure
 

@@ -47,8 +47,9 @@ def test_a_shared_session_takes_several_and_bounds_them(daemon: Daemon) -> None:
         sessions = [stack.enter_context(GpuSession(lease)) for _ in range(16)]
         for session in sessions:
             check_main_job(session)
-        with pytest.raises(Busy, match="16 connections"):
+        with pytest.raises(Busy, match="16 connections") as refused:
             GpuSession(lease)
+        assert "SHARED" not in str(refused.value), "the lease is shared already"
         check_main_job(sessions[0])
 
 
