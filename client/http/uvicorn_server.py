@@ -319,7 +319,7 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str], origins: Iterabl
 
 
 def serve(app: Any, sock: socket.socket, *, hosts: KnownHosts, stop_s: float) -> None:
-    """Serve until SIGINT or SIGTERM. Then accept no more requests, and give the others `stop_s` seconds to finish."""
+    """Serve until SIGINT, SIGTERM or SIGHUP. Then accept no more requests, and give the others `stop_s` seconds."""
     asyncio.run(serve_within(app, sock, hosts=hosts, stop_s=stop_s))
 
 
@@ -382,5 +382,9 @@ async def serve_within(
         # While uvicorn runs, its own handlers are installed. When it ends, it raises the signal again, for these.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
+        # A closed terminal sends SIGHUP, which would end the process before it frees its leases. Servers that reload
+        # their settings have a handler already; under nohup the signal is ignored.
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, stop)
     began(server)
     await server.serve(sockets=[sock])

@@ -55,7 +55,7 @@ def test_a_decoder_that_fails_by_a_fault_of_its_own_ends_the_process_with_an_err
     config = tmp_path / "decode.toml"
     text = EXAMPLE.read_text().replace("audit = false", f'audit = false\naddress = "{shared_daemon.address}"')
     config.write_text(text.replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 32"))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         done = CliRunner().invoke(main, ["serve", "decode", str(config), "--listen", f"unix:{tmp_path}/s"])
     finally:

@@ -79,7 +79,7 @@ def test_what_is_no_socket_stays(path: Path) -> None:
 @pytest.fixture
 def _own_signals() -> Iterator[None]:
     """A server has its process to itself, and leaves its handlers of signals."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
@@ -99,6 +99,45 @@ def test_an_end_leaves_another_one_s_socket(path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == b"listens\n"
         assert path.exists()
+
+
+SERVING = """
+import contextlib, signal, sys
+from starlette.applications import Starlette
+from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
+
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+@contextlib.asynccontextmanager
+async def lifespan(_):
+    yield
+    print("leases are freed", flush=True)
+
+with listening("tcp:127.0.0.1:0") as (sock, url):
+    print(url, flush=True)
+    serve(Starlette(lifespan=lifespan), sock, hosts=known_hosts(sock, ()), stop_s=5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"),
+    [("plain", [signal.SIGTERM]), ("plain", [signal.SIGHUP]), ("nohup", [signal.SIGHUP, signal.SIGTERM])],
+    ids=["SIGTERM", "a closed terminal", "a closed terminal under nohup"],
+)
+def test_a_server_ends_in_order_when_its_terminal_is_closed(how: str, ends: list[signal.Signals]) -> None:
+    command = [sys.executable, "-c", SERVING, how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        # Each reply comes after uvicorn has installed its handlers of signals.
+        for end in ends:
+            with socket.create_connection(("127.0.0.1", port)) as peer:
+                peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                assert peer.recv(64).startswith(b"HTTP/1.1 404")
+            process.send_signal(end)
+        assert process.communicate(timeout=60)[0] == "leases are freed\n"
+    assert process.returncode == 0
 
 
 @pytest.mark.usefixtures("_own_signals")
