@@ -181,7 +181,12 @@ class NumbaKernel:
         # Layout "C" lets numba compile simpler addressing; layout "A" is correct for any strides.
         if isinstance(value, ArrayView):
             layout = "C" if value.is_contiguous else "A"
-            return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
+            try:
+                element = self._numba.from_dtype(value.dtype)
+            except self._numba.core.errors.NumbaError:
+                hint = f"Numba has no type for these elements: use CUDA C, or convert {name} to float16 or float32"
+                raise self._failed(f"{name} is an array of {value.dtype}", hint) from None
+            return self._types.Array(element, len(value.shape), layout)
         if isinstance(value, Buffer):
             hint = f"Give an array: session.array(x), or session.zeros(shape, dtype) for {name}"
             raise self._failed(f"{name} is a buffer, whose elements have no type", hint)

@@ -306,6 +306,13 @@ def test_a_call_without_brackets_is_refused(session: Any) -> None:
         session.kernel(add_to)(session.zeros(4, np.float32), 1.0)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+def test_elements_that_numba_has_no_type_for_are_refused(session: Any, dtype: str) -> None:
+    pytest.importorskip("ml_dtypes", reason="bfloat16 is not tried: pip install '.[ml-dtypes]'")
+    with pytest.raises(LaunchFailed, match=f"'add_to': x is an array of {dtype}.*Numba has no type"):
+        session.kernel(add_to)[1, 32](session.array(np.arange(3), dtype), 1.0)
+
+
 def test_numba_without_numba_cuda_is_reported_with_the_extra() -> None:
     """Numba's own folder `cuda`, without the package numba-cuda, has an older compiler."""
     program = (
