@@ -1,7 +1,7 @@
 """The fleet process's event loop: it executes the effects of `Member`, which decides, and passes events to it.
 
 A heartbeat is sent only after the broker has written the last membership deadline to the control pages and the
-heartbeat's mark to the journal. So a node whose broker hangs sends no heartbeats, and its names become free.
+heartbeat's mark to the journal. So a node with a hanging broker sends no heartbeats, and its names become free.
 """
 
 import asyncio
@@ -217,7 +217,7 @@ class FleetProcess:
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
             return
-        # If another node has removed the history, that is no failure.
+        # It is not a failure if another node has removed the history.
         refusal = (
             outcome.reason if isinstance(outcome, TransactionRejected) and _IS_COMPACTED not in outcome.reason else ""
         )

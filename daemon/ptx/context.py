@@ -103,7 +103,7 @@ def describe(
     """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     location = f"{place} in kernel {kernel}, PTX line {fault.line}"
-    # Step 1: an assertion, whose record has three addresses of texts and a line number.
+    # Step 1: an assertion. Its record has three addresses of texts and a line number.
     if fault.access == Access.ASSERTION:
         message, file, function = (text_at(fault.assertion[n]) for n in range(3))
         failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"

@@ -183,7 +183,7 @@ def _decode(image: bytes) -> str:
 def _kernels(tree: Image, parts: list[ModulePart]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: needed for part in parts for name, needed in part.needs.items()}
-    # A kernel whose largest block does not fit into an area can't run.
+    # A kernel can't run if its largest block does not fit into an area.
     for function in tree.functions:
         if function.name in needs and not needs[function.name].fit(_max_threads(function)):
             reason = f"a block of {_max_threads(function)} threads keeps more than there is room for"
@@ -445,7 +445,7 @@ def load(
 ) -> CpuModule:
     """Translate an image and allocate its variables. Raises ImageRejected, and then frees all memory.
 
-    `place` describes a module of another context, whose variables are already in the arena. The image must match it.
+    `place` describes a module of another context. Its variables are already in the arena, and the image must match it.
     """
     # Step 1: get the code, perhaps from the cache, and have the caller admit the module's memory.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)

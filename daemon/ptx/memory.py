@@ -227,7 +227,7 @@ class _SizeClass:
         self._freed: list[int] = []
 
     def take(self) -> int | None:
-        # Prefer a freed block, whose pages may still exist.
+        # Prefer a freed block, because its pages may still exist.
         if self._freed:
             return self._freed.pop()
         if self._fresh == self.end:
@@ -381,7 +381,7 @@ class MemoryArena:
         inner_end = max(inner, end // mmap.PAGESIZE * mmap.PAGESIZE)
         if inner < inner_end:
             self.shadow.discard(inner, inner_end - inner)
-        # Step 2: zero the entries at both ends, whose pages also have other regions' entries.
+        # Step 2: zero the entries at both ends, in pages that also have other regions' entries.
         self.shadow.view[first:inner] = bytes(inner - first)
         self.shadow.view[inner_end:end] = bytes(end - inner_end)
         for page in {at // mmap.PAGESIZE * mmap.PAGESIZE for at in (first, end)}:

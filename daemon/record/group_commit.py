@@ -293,7 +293,7 @@ class GroupCommitter(Generic[Item]):
         # A ticket is the number of items up to its own, so the durable ticket is the number of items on the disk.
         self.durable += len(self._group)
         self._group.clear()
-        # A slow commit that has succeeded is no problem.
+        # A slow commit that has succeeded is not a problem.
         self._busy_since_ns = time.monotonic_ns()
         # Wake the replies first. Rotating files and similar work can wait.
         self._on_change()
@@ -383,7 +383,7 @@ class DurableReplies:
                 self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
-        # Send every reply whose ticket is on the disk, in order.
+        # Send, in order, every reply with a ticket that is on the disk.
         durable = self._durable()
         for waiting in (self._held, self._lasting):
             while waiting and waiting[0].ticket <= durable:

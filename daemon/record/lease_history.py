@@ -134,7 +134,7 @@ class LeaseHistory:
             for source in kind.row.sources:
                 if source in handled:
                     continue
-                # A kind whose source has no method here fails at the start.
+                # Fail at the start if a kind's source has no method here.
                 if not kind.row.is_answer:
                     raise TypeError(f"{source.__name__} must have a method that makes its fact, {kind.name}")
                 self._on_effect.setdefault(source, self._answer_of(kind))
@@ -182,7 +182,7 @@ class LeaseHistory:
             # lease.
             if fact.kind is FactKind.FENCES_CLEARED:
                 facts += self._unfenced(fact)
-        # Step 4: forget a request whose requester is gone, and put a worker's end before the effects.
+        # Step 4: forget the request of a requester that is gone, and put a worker's end before the effects.
         if isinstance(event, RequesterGone):
             self._forget_request(self._requests.pop(event.request, None))
         elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:

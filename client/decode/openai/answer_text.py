@@ -96,7 +96,7 @@ class AnswerText:
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops, includes_stop=includes_stop)
         self._includes_stop = includes_stop
-        # Tokens whose text was not completely returned yet, each with the offset of the end of its text.
+        # Tokens with text that was not returned yet, each with the offset of the end of its text.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._emitted = 0
         self._replays = 0
@@ -139,7 +139,7 @@ class AnswerText:
         if is_last and not self.is_stopped:
             count = len(waiting)
         elif is_last:
-            # After a stop, tokens whose text begins before the stop are part of the answer.
+            # After a stop, tokens are part of the answer if their text begins before the stop.
             count = sum(token.begin < self._offset + self._emitted for token, _ in waiting)
         else:
             # Before the end, a token is returned with the last part of its text. After a stop, `end` decides which

@@ -302,7 +302,7 @@ def _name_of(tenant: str, request_id: str, place: int) -> str:
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
     """Return the reply to an error. Logs details that the caller must not see."""
     api_error = api_error_of(error)
-    # Log unexpected errors, and errors whose text the caller must not see.
+    # Log unexpected errors, and errors with a text that the caller must not see.
     if api_error is None or api_error.message != str(error):
         # The log limits each tenant's lines.
         log.failure("request_failed", error, tenant=tenant, request=request_id)

@@ -21,7 +21,7 @@ class TokenCounts:
     Attributes:
         prompt: Tokens of all prompts.
         completion: Tokens of all answers.
-        cached: Tokens of prompts whose blocks were reused.
+        cached: Tokens of prompts that are in reused blocks.
     """
 
     prompt: int

@@ -621,8 +621,8 @@ class ModelResidency:
             # A late request of a loaded model is admitted.
             if not late or model.is_open:
                 continue
-            # The model keeps its place in the order. Otherwise a model whose requests have short deadlines would never
-            # be loaded.
+            # The model keeps its place in the order. Otherwise a model with short deadlines of requests would never be
+            # loaded.
             model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
             model.is_wanted = not self._is_stopping
             model.waiting = deque(waiter for waiter in model.waiting if waiter.deadline_s > now)

@@ -300,8 +300,8 @@ class ContinuousBatchScheduler:
         events = self._admit()
         if request.request_id not in self._waiting:
             return events  # The request was admitted, perhaps with others.
-        # The admission may have preempted a sequence, whose replay is in the queue now. The replay does not count
-        # against the queue's limit.
+        # The admission may have preempted a sequence. Its replay is in the queue now, but does not count against the
+        # queue's limit.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline_s = min(self._next_deadline_s, now + request.wait_s)

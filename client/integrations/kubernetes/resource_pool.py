@@ -1,7 +1,7 @@
 """Describes the node's cards as devices, and computes the writes of ResourceSlices that publish them. Pure.
 
 A slice's name has the node's name and the slice's number, so a repeated create fails instead of adding a second slice.
-The scheduler ignores a pool whose slices have different generations. So the generation is increased if more than one
+The scheduler ignores a pool if its slices have different generations. So the generation is increased if more than one
 slice must be written.
 """
 

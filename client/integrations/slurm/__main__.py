@@ -5,8 +5,8 @@ leases of N / M MiB, on M cards of each node. The leases' tenant is the job's us
 the service renews them while the job runs. The epilog frees them, waits until their memory is proved free, and records
 their usage.
 
-Slurm drains a node whose prolog or epilog fails, so these fail only if the node is at fault. If the daemon refuses the
-job's request, the prolog succeeds, and the task prolog prints the reason and fails the job.
+If the prolog or the epilog fails, Slurm drains the node. So these fail only if the node is at fault. If the daemon
+refuses the job's request, the prolog succeeds, and the task prolog prints the reason and fails the job.
 """
 
 import fcntl

@@ -66,8 +66,8 @@ def place(
         query: The request.
         order: The order of the candidates.
         draw: Random numbers.
-        silent_before_s: A time on the view's clock, in seconds. Nodes whose record last changed at this time or earlier
-            are left out.
+        silent_before_s: A time on the view's clock, in seconds. Nodes are left out if their record last changed at this
+            time or earlier.
         tells_holder: Whether the requester may learn which node serves the name.
         choices: Maximum number of candidates.
 

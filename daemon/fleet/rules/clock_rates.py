@@ -159,7 +159,7 @@ class ClockRates:
                 own_key = item.key
             else:
                 self._take(item.key, record, now_ns)
-        # Forget clocks whose slot is gone.
+        # Forget clocks without a slot.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in present}
         # Step 3: if this node has no slot, try to take an abandoned one.
         self._slot = own_key

@@ -388,7 +388,7 @@ class MoveHorizon(Message):
 class EndClaimed(Message):
     """End all claimed leases at once, and send LiveClaims when the memory of all of them is proved free.
 
-    This includes claims that were given before this effect and whose leases the broker has not admitted yet.
+    This includes claims that were given before this effect, even if the broker has not admitted their leases yet.
     """
 
     OP: ClassVar[str] = "lost"

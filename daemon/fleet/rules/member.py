@@ -14,10 +14,10 @@ heartbeats, this node does not join.
 
 **Another store.** The store may have been restored from a backup or created again. A node notices this by a lower
 revision, another cluster, or an earlier record of its own or of the last join. It then does not join until an operator
-renews the generation key. Leases whose claims are missing in the backup may still run, so a node claims nothing for T
-(1 + rho) after it first saw the new generation. Then one node settles the generation: it writes the `epochs` record,
-which every claim compares. The record has a base of epochs above every epoch that the node knows, because revisions may
-be lower than before.
+renews the generation key. Leases without a claim in the backup may still run, so a node claims nothing for T (1 + rho)
+after it first saw the new generation. Then one node settles the generation: it writes the `epochs` record, which every
+claim compares. The record has a base of epochs above every epoch that the node knows, because revisions may be lower
+than before.
 
 **The horizon.** A node that takes a silent node's names waits for its own horizon, so all nodes must have the same. The
 first node that joins writes its horizon to the store. A node with another horizon does not join.

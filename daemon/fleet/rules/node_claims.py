@@ -133,7 +133,7 @@ class NodeClaims:
     def advance(self, now_ns: int) -> None:
         """Make attempts that are due, and refuse requests whose wait is over."""
         is_member = self._membership.is_member(now_ns)
-        # A request whose wait is over is refused with its last reason, but only after an attempt was answered.
+        # When its wait is over, a request is refused with its last reason, but only after an attempt was answered.
         for request in list(self._requests.values()):
             if request.is_asking:
                 continue

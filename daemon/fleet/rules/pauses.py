@@ -7,7 +7,7 @@ if the hypervisor provides them:
 - The host's clock, which the hypervisor exposes, has advanced further than this machine's.
 - The stolen time of a processor has grown by more than this machine's clock advanced. Xen counts a pause in this way.
 
-A suspension by the machine's own kernel is no such pause, because CLOCK_BOOTTIME, the deadline's clock, counts it.
+A suspension by the machine's own kernel does not count, because CLOCK_BOOTTIME, the deadline's clock, includes it.
 
 A machine with a changed generation id was restored from a snapshot, or copied (VM Generation ID, Linux 6.10 and later).
 The length of the pause is then unknown, and another machine may be running with the same state.

@@ -177,7 +177,7 @@ class QuotaShards:
         Args:
             forgets: Whether the earlier entries may belong to another daemon, or to another store.
         """
-        # Remember these leases, whose bytes this daemon can return without a wait.
+        # Remember these leases, because this daemon can return their bytes without a wait.
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 

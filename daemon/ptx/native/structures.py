@@ -199,7 +199,7 @@ class QueuedLaunch(ctypes.Structure):
 
     `chunk` blocks at a time run in an environment, of which there are at most `environment_count`. If `chunk` is 0, all
     blocks run one after another in the first environment. `running` is the address of the kernel's KernelRunning, from
-    which the stream takes the current `entry`. A slot whose `entry` is 0 ends the stream's thread.
+    which the stream takes the current `entry`. A slot with the `entry` 0 ends the stream's thread.
     """
 
     _fields_ = (

@@ -34,7 +34,7 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.waits import Waits
 
-# The first word of a frame whose thread has ended. Before the end, it is the number of the place at which the thread
+# The first word of a frame after its thread has ended. Before that, it is the number of the place at which the thread
 # resumes, or 0 for the start.
 ENDED = -1
 

@@ -164,7 +164,7 @@ class AuditLog:
         findings: Problems that were found when the log was opened, for the next record's particulars. "torn": offset,
             size and hash of the bytes after the last record. "head": why the head can't be read. "unanchored": the
             number of records after the head. "lost": the numbers of the first and the last missing record. "edited":
-            the record whose hash differs.
+            the record with another hash.
         previous: The head as read when the log was opened; None if it could not be read.
         attempted: The end of the chain after each record of the last `append`, which may have failed.
 

@@ -337,7 +337,7 @@ def _use(use: LeaseTimeUse | None) -> Particulars:
 def _times(fact: Fact) -> Particulars:
     granted_ns, over_ns = fact.times.granted_ns, fact.times.over_ns
     return {
-        # None for a lease of an earlier daemon, whose grant record has the time.
+        # None for a lease of an earlier daemon. Its grant record has the time.
         "granted_us": None if granted_ns is None else granted_ns // NS_PER_US,
         "over_us": (fact.now_ns if over_ns is None else over_ns) // NS_PER_US,
     }
