@@ -35,6 +35,9 @@ def whole(value: Any, subject: str, *, least: int, most: int) -> int:
 
     Raises InvalidRequest, naming the value `subject`.
     """
+    # Usually it is a plain int: this is called for each allocation.
+    if type(value) is int and least <= value <= most:
+        return value
     try:
         number = integer(value)
     except TypeError:
