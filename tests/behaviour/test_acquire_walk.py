@@ -8,7 +8,7 @@ from gpulease.client import GpuBuilder
 from helpers.call_tracer import CallTracer
 from helpers.daemon import Daemon
 
-MAX_MODULES = 53
+MAX_MODULES = 54
 """Somebody who looks for a lost acquire reads at most these: in the client, the broker and the zygote. What
 `call_tracer.UNTRACED` names is left out: the worker's own start, and reports to log, metrics and subscribers."""
 
