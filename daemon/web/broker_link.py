@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message, request_of
 from gpulease.daemon.contract.messages import LivenessPing, Pong
+from gpulease.daemon.host.answers import answer_within
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
@@ -90,7 +91,7 @@ class BrokerLink(asyncio.Protocol):
         self._waiting[number] = answer
         self._transport.write(frame)
         try:
-            result = await asyncio.wait_for(answer, ANSWER_S)
+            result = await answer_within(answer, ANSWER_S)
         except TimeoutError:
             raise BrokerSilent(f"the daemon has not answered for {ANSWER_S:g} s") from None
         finally:
@@ -219,7 +220,7 @@ class BrokerChannel:
         self._waiting[number] = answer
         try:
             send_message(self._channel, request(number).to_map())
-            outcome = await asyncio.wait_for(answer, OUTCOME_S)
+            outcome = await answer_within(answer, OUTCOME_S)
         except (BlockingIOError, ChannelClosed):
             raise BrokerSilent("the daemon can't be reached") from None
         except TimeoutError:

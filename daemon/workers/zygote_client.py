@@ -31,6 +31,7 @@ from gpulease.daemon.contract.messages import (
     WorkerForgotten,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.host.answers import answer_within
 from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.heap_wipe import WIPING_HEAP
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, channel_pair, close_all, receive_message
@@ -235,7 +236,7 @@ class ZygoteClient:
         loop.add_reader(self._channel, self.read_arrived)
         try:
             # Step 3: wait. No worker is requested before that.
-            await asyncio.wait_for(self._preloaded, START_TIMEOUT_S)
+            await answer_within(self._preloaded, START_TIMEOUT_S)
         except TimeoutError:
             self.stop()
             raise ZygoteBroken(f"the zygote was not ready after {START_TIMEOUT_S:g} s") from None

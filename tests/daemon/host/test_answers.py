@@ -1,0 +1,37 @@
+"""An answer counts although this process reads it late."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from gpulease.daemon.host.answers import answer_within
+
+LIMIT_S = 0.05
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_an_answer_that_came_in_time_is_returned_by_a_process_that_is_late(has_answered: bool) -> None:
+    async def story() -> bytes:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
+        loop.add_reader(ours, lambda: answer.set_result(ours.recv(16)))
+        loop.call_soon(be_late)
+        try:
+            return await answer_within(answer, LIMIT_S)
+        finally:
+            loop.remove_reader(ours)
+
+    def be_late() -> None:
+        if has_answered:
+            theirs.send(b"done")
+        time.sleep(2 * LIMIT_S)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        if has_answered:
+            assert asyncio.run(story()) == b"done"
+        else:
+            with pytest.raises(TimeoutError):
+                asyncio.run(story())
