@@ -192,12 +192,15 @@ def compare_drivers(
 
 
 @pytest.fixture(scope="module")
-def embedded() -> dict[str, Values | BaseException]:
-    """Return what the embedded driver computes in each case, or the error.
+def embedded(request: pytest.FixtureRequest) -> dict[str, Values | BaseException]:
+    """Return what the embedded driver computes in each selected case, or the error.
 
-    It compiles a model's kernels for half a minute. Therefore all cases are computed at the same time, each in its own
+    It compiles a model's kernels for half a minute. Therefore the cases are computed at the same time, each in its own
     worker.
     """
+    selected = {item.name for item in request.session.items}
+    test = test_a_model_s_bits_are_the_embedded_driver_s.__name__
+    cases = {name: case for name, case in CASES.items() if f"{test}[{name}]" in selected}
     cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def one(address: str, case: Case) -> Values:
@@ -205,11 +208,11 @@ def embedded() -> dict[str, Values | BaseException]:
             return await compute(address, case.open(), case.script, case.size_bytes)
 
     async def every(address: str) -> list[Values | BaseException]:
-        return await asyncio.gather(*(one(address, case) for case in CASES.values()), return_exceptions=True)
+        return await asyncio.gather(*(one(address, case) for case in cases.values()), return_exceptions=True)
 
     # The card has room for all cases.
     with running(Daemon(vram=("16GiB",))) as daemon:
-        return dict(zip(CASES, asyncio.run(every(daemon.address)), strict=True))
+        return dict(zip(cases, asyncio.run(every(daemon.address)), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
