@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Data, Handle
 from gpulease.protocol.opcodes import Flag
-from helpers.client_faces import Face, Scenario, any_operation, real
+from helpers.client_faces import Face, Scenario, any_operation
 from helpers.scripted_peer import LEASE_ID, HangUp, SayGoodbye, ScriptedPeer, SendRaw, Silence
 
 Run = Callable[[Scenario], None]
@@ -201,7 +202,8 @@ def test_eof_while_the_broker_knows_of_nothing(run: Run, peer: ScriptedPeer, mon
         session = await face.open(lease)
         # By the client's clock, each query takes more than half of the time for which it asks.
         took_s = END_REASON_WAIT_S * 0.6
-        monkeypatch.setattr(real(lease)._state, "clock", lambda: peer.ops().count("LEASE_QUERY") * took_s)
+        clock = SimpleNamespace(monotonic=lambda: peer.ops().count("LEASE_QUERY") * took_s)
+        monkeypatch.setattr("gpulease.client.core.lease.time", clock)
         with pytest.raises(Disconnected, match="still active"):
             await session.sync()
         assert peer.ops().count("LEASE_QUERY") == 2
