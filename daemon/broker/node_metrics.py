@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.gpus.source import POLL_ERRORS, CardSource
+from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
@@ -94,9 +95,7 @@ class NodeMetrics:
         if self._lag_check is not None:
             self._lag_check.cancel()
         tasks = [task for task in (self._scraping, self._stray_bytes_task) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     # --- counting ---
 

@@ -63,6 +63,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 from gpulease.daemon.fleet.rules.member import MAX_FAULT_CHARS, Member
 from gpulease.daemon.fleet.rules.node_claims import RETRY_AFTER_MS
 from gpulease.daemon.fleet.rules.pauses import missed_ns
+from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.log.catalogue import LogEvent
@@ -158,9 +159,7 @@ class FleetProcess:
                 if timer is not None:
                     timer.cancel()
             await self._size_task.stop()
-            for task in self._calls:
-                task.cancel()
-            await asyncio.gather(*self._calls, return_exceptions=True)
+            await cancel_all(self._calls)
 
     # --- the rules ---
 

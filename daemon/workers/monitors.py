@@ -17,6 +17,7 @@ from typing import Any, Final
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, for_reading, overran
 from gpulease.daemon.contract.messages import Scrub
 from gpulease.daemon.gpus.source import POLL_ERRORS, CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
@@ -101,18 +102,14 @@ class KernelWatchdog:
         self._post = post
         self._last_heartbeats: dict[int, _LastHeartbeat] = {}
         self._last_round_ns: int | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = PeriodicTask(self._check_now, self._pause_s)
 
     def start(self) -> None:
         """Check all workers from now on; later calls do nothing."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+        self._rounds.start()
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await self._rounds.stop()
 
     def check_all(self, now_ns: int) -> None:
         """Check every worker once, and condemn the sessions that must end."""
@@ -132,10 +129,8 @@ class KernelWatchdog:
             if verdict is not None:
                 self._post(SessionCondemned(lease_id, *verdict))
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._pause_s())
-            self.check_all(time.monotonic_ns())
+    async def _check_now(self) -> None:
+        self.check_all(time.monotonic_ns())
 
     def _pause_s(self) -> float:
         # Do eight rounds within the shortest bound, so that a kernel is found at most an eighth too late.
@@ -367,10 +362,7 @@ class Reclaimer:
             task.cancel()
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
     async def _poll(self, lease_id: int, card_uuid: str, pid: int) -> None:
         polls = 0
@@ -432,10 +424,7 @@ class BytesProver:
             task.cancel()
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
     def _drop(self, region_id: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(region_id) is task:
@@ -583,9 +572,7 @@ class Recycler:
         return time.monotonic_ns() + SCRUB_PROOF_NS
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _measure(self, worker: Worker) -> None:
         lease_id = worker.spec.lease_id

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from gpulease.daemon.fleet.directory.directory_metrics import DirectoryMetrics
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
+from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
@@ -149,10 +150,7 @@ class DirectoryServer:
     async def close(self) -> None:
         await self._restoring.stop()
         # Stop accepting first, so that no connection opens while the others are closed.
-        tasks = [*self._accepting.values(), *self._openings]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._accepting.values(), *self._openings])
         for listener in self._accepting:
             listener.close()
         for place, _ in self._places:

@@ -34,6 +34,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchRefused,
 )
+from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable
 
@@ -483,9 +484,7 @@ async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _
         )
         return next((task.result() for task in done), None)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 def _request(transaction: Transaction) -> Any:
