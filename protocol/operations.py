@@ -214,9 +214,11 @@ _ALL: Final = (
         "makes this connection a [submit](#submits) on the lease that the header names",
         trigger=WireTrigger.ATTACH,
     ),
-    # The node and its leases. "Ungated" operations need no token; the broker decides what they show of other tenants'
-    # leases.
-    _control(Opcode.GET_INVENTORY, m.Empty, m.Inventory, _NOTHING, Trait.READ_ONLY, "returns the cards; ungated"),
+    # The node and its leases. Any peer may send some of these operations, without a token; the broker decides what they
+    # show of other tenants' leases.
+    _control(
+        Opcode.GET_INVENTORY, m.Empty, m.Inventory, _NOTHING, Trait.READ_ONLY, "returns the cards; any peer may send it"
+    ),
     _control(
         Opcode.LEASE_ALLOC, m.LeaseAlloc, m.LeaseGrant, Needs(Permission.LEASE_ALLOC), Trait.NONE, "grants a lease"
     ),
@@ -236,9 +238,21 @@ _ALL: Final = (
         Trait.NONE,
         "ends a lease; the reply comes when its memory is proved free",
     ),
-    _control(Opcode.LEASE_QUERY, m.LeaseRef, m.Report, _ANY, Trait.READ_ONLY, "returns one lease's state; ungated"),
     _control(
-        Opcode.LEASE_LIST_ACTIVE, m.Empty, m.Report, _NOTHING, Trait.READ_ONLY, "returns all live leases; ungated"
+        Opcode.LEASE_QUERY,
+        m.LeaseRef,
+        m.Report,
+        _ANY,
+        Trait.READ_ONLY,
+        "returns one lease's state; any peer may send it",
+    ),
+    _control(
+        Opcode.LEASE_LIST_ACTIVE,
+        m.Empty,
+        m.Report,
+        _NOTHING,
+        Trait.READ_ONLY,
+        "returns all live leases; any peer may send it",
     ),
     _control(
         Opcode.LEASE_SUBSCRIBE,
@@ -300,7 +314,7 @@ _ALL: Final = (
         m.Report,
         _NOTHING,
         Trait.READ_ONLY,
-        "returns whether the daemon can [grant leases](#health); ungated for peers on its host",
+        "returns whether the daemon can [grant leases](#health); any peer on its host may send it",
     ),
     # Regions, the size of a lease, and notes for the audit log.
     _control(
@@ -385,7 +399,8 @@ _ALL: Final = (
         m.MovedSession,
         Needs(Permission.LEASE_FREE),
         Trait.AWAITS_SESSION,
-        "moves a lease's session to [another card](#moving), or to the host's memory with all that it has",
+        "moves a lease's session to [another card](#moving), or entirely to the host's memory, so that nothing is left "
+        "on the card",
     ),
     _control(
         Opcode.CARD_DRAIN,
@@ -418,7 +433,7 @@ _ALL: Final = (
         m.Audience,
         _NOTHING,
         Trait.NONE,
-        "returns this peer's identity on this node, for tokens to be issued to it; ungated",
+        "returns this peer's identity on this node, for tokens to be issued to it; any peer may send it",
     ),
     _control(
         Opcode.CAPABILITY_REVOKE,

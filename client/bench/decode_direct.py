@@ -66,21 +66,22 @@ def cuda_driver() -> Any:
 
 def _check(api: Any, answer: tuple[Any, ...]) -> Any:
     if answer[0]:
-        # The driver has a text for its error; without one, report the number.
+        # Report the driver's text for the error, or the number if it has none.
         name = api.cuGetErrorString(answer[0])[1]
         raise DriverFailed(name.decode() if isinstance(name, bytes) else str(answer[0]))
     return answer[1] if len(answer) > 1 else None
 
 
 class DirectSession:
-    """The part of a session that loading a model and recording a step use, directly on the driver.
+    """Implements, directly on the driver, the methods of a session that loading a model and recording a step need.
 
     A buffer's handle is its address.
 
     Attributes:
         api: The driver's functions.
         stream: The stream into which launches go.
-        dropped: Handles without a reference. All of them end with the process.
+        dropped: Handles whose Python objects were collected (`client/handles.py` appends them). They are never freed
+          one by one; all end with the process.
         is_alive: Always True.
         slice_bytes: Total memory of the card, in bytes.
     """

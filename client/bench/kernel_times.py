@@ -34,7 +34,7 @@ Figures = dict[str, float]
 
 
 class WrongResult(GpuLeaseError):
-    """A kernel's result differs from numpy's, so its time is not reported."""
+    """A kernel's result differs from numpy's by more than the tolerance, so its time is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +189,11 @@ class Prepared:
         self._session.sync()
 
     def check(self) -> None:
-        """Launch the kernel on its first values. Raises WrongResult unless the result equals numpy's."""
-        # Write the first values again, because earlier launches may have changed them.
+        """Launch the kernel on its initial values.
+
+        Raises WrongResult unless the result agrees with numpy's within rtol = atol = 1e-3.
+        """
+        # Write the initial values again, because earlier launches may have changed them.
         self._session.mem_write(self._buffers[0], 0, self._work.into)
         self.launch()
         output = np.empty_like(self._work.into)
@@ -207,7 +210,7 @@ class Prepared:
 def _measure(session: GpuSession, module: Module, work: KernelWork) -> Figures:
     """Time each launch with its wait, then numpy.
 
-    Raises WrongResult unless the first launch's result equals numpy's.
+    Raises WrongResult unless the first launch's result agrees with numpy's within rtol = atol = 1e-3.
     """
     prepared = Prepared(session, module, work)
     prepared.check()

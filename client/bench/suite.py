@@ -31,7 +31,7 @@ WARM_CONTEXTS: Final = 2
 """Number of contexts in the private daemon's pool for warm leases: one to use, and one while the next is made."""
 
 REQUEST_CONTEXTS: Final = 4
-"""Number of contexts in the pool for requests with a lease each."""
+"""Number of contexts in the pool of `measure_requests`, where each request acquires a lease."""
 
 SAMPLES: Final = 500
 """Number of samples of each operation that is timed alone."""
@@ -42,12 +42,12 @@ class RunSize:
     """The size of one run.
 
     Attributes:
-        driver: The driver of a private daemon, which a running one must have, too; "auto" for any.
+        driver: The driver of the private daemon. A running daemon must use the same, unless this is "auto".
         rounds: Number of rounds; each measures leased work and then direct work, and the report has the medians of all
             rounds.
         launches: Number of launches pipelined in a round.
         leases: Number of leases acquired and freed; as many more expire, and as many are revoked.
-        flips: Number of revocations of a worker that launches as fast as it can.
+        flips: Number of times that the revocation word is set while a session launches as fast as it can.
         tcp: Address at which the running daemon listens for TCP; "" for none.
         tls: Address at which it listens for TLS; "" for none.
     """
@@ -64,7 +64,12 @@ class RunSize:
 def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dict[str, Any]:
     """Measure everything on the running daemon, or on a private one; returns the report.
 
-    Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
+    Raises:
+        MissingPrerequisite: The running daemon uses another driver, a private daemon did not start, or a process that
+            calls the driver directly failed or took too long.
+        WrongResult: A kernel's result differs from numpy's.
+        WrongOrder: A stream did not keep its order.
+        WrongCallerResult: In the comparison with other callers, the session's result is wrong.
     """
     with contextlib.ExitStack() as stack:
         running = address = running_address()
@@ -75,7 +80,7 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
             address, plan = daemon.address, replace(plan, tcp=daemon.tcp, tls=daemon.tls)
         card = card_for(address, plan.driver)
         measured = _measure(address, card, plan, log)
-        # On a running daemon, measure the peers now, with the pool that the daemon has.
+        # Compare with other callers of the driver now, on the running daemon's own pool.
         if running is not None:
             measured.round_trips = _with_peers(address, card, plan, log)
     # The private daemon above has no pool of contexts, so measure warm leases on another one.
@@ -90,7 +95,9 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
 def measure_round_trips(plan: RunSize, log: LogLine) -> dict[str, Any]:
     """Measure only round trips, compared with other callers of the driver.
 
-    Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
+    Raises:
+        MissingPrerequisite: The running daemon uses another driver, or the private daemon did not start.
+        WrongCallerResult: The session's result is wrong.
     """
     with contextlib.ExitStack() as stack:
         address = running_address()
@@ -116,7 +123,7 @@ def _with_peers(address: str, card: dict[str, Any], plan: RunSize, log: LogLine)
 
 
 def measure_requests(driver: str, seconds: float, log: LogLine) -> dict[str, dict[str, Figures]]:
-    """Measure requests with a lease each, on private daemons with and without a pool, for `seconds` each."""
+    """Measure requests that each acquire a lease, on private daemons with and without a pool, for `seconds` each."""
     figures, count, same_tenant = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
     # Start three daemons: without a pool, with a pool, and with a pool that recycles a tenant's contexts.
     daemons = {

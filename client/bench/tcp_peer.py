@@ -18,7 +18,11 @@ _WRITE: Final = b"w"
 
 
 def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
-    """Return GB/s by size, to the far end (write) and back (read). The far end acknowledges each write with a byte."""
+    """Return the median throughput over loopback in 1e9 bytes/s.
+
+    The figures are `write_Nm_gb_s` and `read_Nm_gb_s` for each size of N MiB (`sizes` is in bytes). A write includes
+    the far end's one-byte acknowledgement. Raises ConnectionError if the far end closes the connection during a copy.
+    """
     figures: dict[str, float] = {}
     for size in sizes:
         # The far end is another process, as a remote daemon would be.
@@ -40,19 +44,25 @@ def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def _rates(sock: socket.socket, size: int) -> dict[str, float]:
+    """Time writes and reads of `size` bytes. Raises ConnectionError if the stream ends before a copy is complete."""
     # As in the client, small messages must not wait for an acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data = memoryview(bytearray(size))
     answer = memoryview(bytearray(1))
 
+    def receive(buffer: memoryview) -> None:
+        # A copy that was cut short must not be timed as a complete one.
+        if not _fill(sock, buffer):
+            raise ConnectionError("the far end closed the connection during a copy")
+
     def write() -> None:
         sock.sendall(_WRITE)
         sock.sendall(data)
-        _fill(sock, answer)
+        receive(answer)
 
     def read() -> None:
         sock.sendall(_READ)
-        _fill(sock, data)
+        receive(data)
 
     # Write once before timing, so that the sockets' buffers have grown.
     write()
@@ -73,14 +83,15 @@ def _fill(sock: socket.socket, buffer: memoryview) -> bool:
 
 
 def serve(port: int, size: int) -> None:
-    """Receive and send as the other end requests until it closes the connection."""
+    """Run the far end: receive or send `size` bytes at each request, until the other end closes the connection."""
     data, direction = memoryview(bytearray(size)), memoryview(bytearray(1))
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while _fill(sock, direction):
             # The byte before each copy gives its direction.
             if direction.tobytes() == _WRITE:
-                _fill(sock, data)
+                if not _fill(sock, data):
+                    return
                 sock.sendall(direction)
             else:
                 sock.sendall(data)

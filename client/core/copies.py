@@ -53,7 +53,11 @@ class CopyCommands(Protocol):
         """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
 
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> MaybePending[Any]:
-        """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
+        """Like `read`, under the session's lock, with a fast request if possible.
+
+        Returns None if `into` is filled; else a procedure, whose result is None after a fast request, or that of
+        `read`.
+        """
 
 
 class Copies(CopyCommands):
@@ -122,7 +126,9 @@ class Copies(CopyCommands):
 
     def _write(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
         attachment = self._attachment
-        # Choose by size and place: copy in place in the arena, staged, in one quiet frame, or in chunks.
+        # Choose by place and size: the worker copies straight from the arena, unless a quiet frame has room for the
+        # data; large writes go through staging slots in the arena; small ones are one quiet frame; the rest are sent in
+        # chunks.
         place = self._arena_offset_of(data) if len(data) > attachment.quiet_bytes else None
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(data))
@@ -187,9 +193,14 @@ class Copies(CopyCommands):
         return into if owned is None else bytes(owned)
 
     def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> MaybePending[Any]:
-        """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
+        """Like `read`, under the session's lock, with a fast request if possible.
+
+        Returns None if `into` is filled; else a procedure, whose result is None after a fast request, or that of
+        `read`.
+        """
         outcome: Outcome[None]
-        # The reply to a small read, or to a copy into the arena, is known in advance: try that first.
+        # A successful reply to either request begins with, or consists of, bytes known in advance. So try a fast
+        # request first: it only compares them.
         if type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES:
             outcome = self._ask_small(buffer, offset, nbytes, into)
         else:
@@ -221,7 +232,8 @@ class Copies(CopyCommands):
         return NotSent()
 
     def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
-        # Choose as for a write: copy in place in the arena, staged, or in chunks through the socket or ring.
+        # Choose by place and size: the worker copies straight into the arena; large reads go through staging slots in
+        # the arena; the rest are read in chunks through the socket or ring.
         place = self._arena_offset_of(target)
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))

@@ -392,7 +392,7 @@ class SocketWire:
     def end_sleep(self, has_event: bool) -> None: ...
 
     def events(self, *, for_room: bool) -> int:
-        """Return POLLIN, or POLLOUT while there is something to send."""
+        """Return only POLLOUT with `for_room`, else only POLLIN."""
         return select.POLLOUT if for_room else select.POLLIN
 
     def receive(self, receiver: Receiver) -> bool:

@@ -33,7 +33,8 @@ WINDOW_NS: Final = 3 * 3600 * NS_PER_S
 """Nanoseconds after which the measurement of a clock's rate begins again, to notice a changed rate."""
 
 MAX_POLLS: Final = 16
-"""Maximum number of this node's heartbeats that are remembered. The revision in a slot is about one heartbeat old."""
+"""Maximum number of this node's latest heartbeats (polls) kept to find those before and after a slot's revision, which
+is about one heartbeat old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ class ClockRecord(StoredRecord):
     """A slot's value.
 
     Attributes:
-        instance: A random text of the run of the fleet process that wrote it.
-        revision: The store's revision at its previous heartbeat.
-        low_ns: A time on its clock before that revision.
-        high_ns: A time on its clock after that revision.
+        instance: A random text, new for each run of the writer's fleet process and each time its clock stopped.
+        revision: The store's revision at the writer's previous heartbeat.
+        low_ns: A time on the writer's clock before that revision.
+        high_ns: A time on the writer's clock after that revision.
     """
 
     instance: Text
@@ -66,7 +67,7 @@ class _Poll(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A revision on two clocks: a time before and after it on the slot's clock, and on this node's."""
+    """A revision on two clocks: a time before it and one after it, on the slot's clock and on this node's clock."""
 
     instance: str
     revision: int
@@ -173,7 +174,7 @@ class ClockRates:
         # The slot has not been written since the last reading.
         if clock and (clock.last.instance, clock.last.revision) == (record.instance, record.revision):
             return
-        # This node's heartbeats directly before and after the slot's revision give its times on this clock.
+        # This node's heartbeats directly before and after the slot's revision give times on this node's clock.
         before = [poll.sent_ns for poll in self._polls if poll.revision < record.revision]
         later_polls = [poll.answered_ns for poll in self._polls if poll.revision >= record.revision]
         if not before or not later_polls:
