@@ -121,8 +121,8 @@ class CudaContext:
         self._can_begin_copies = True
         # Whether a loaded module had kernels that may have left data in memory that a scrub can't reach.
         self._leaves_traces = False
-        # Whether a loaded module has kernels that call the driver's own functions.
-        self._has_system_calls = False
+        # Whether the driver got a module that calls those of its functions that make the context take memory.
+        self._needs_driver_memory = False
         # The loaded modules, each with its number in the history.
         self._modules: dict[CudaModule, int] = {}
         self._history = ModuleHistory()
@@ -507,14 +507,17 @@ class CudaContext:
         return self._pages.fill_ring(ring)
 
     def why_stays(self) -> str:
-        if self._has_system_calls:
+        if self._needs_driver_memory:
             return "a module calls malloc, free or assert, and their heap and state belong to the context"
         return self._history.why_elsewhere() or self._regions.why_stays()
 
     def parked_state(self) -> bytes:
-        """Return a record of the parked or lent memory, and the bytes of modules' variables, still on the card."""
+        """Return, packed, where the parked or lent memory belongs, and the contents of the modules' variables.
+
+        The variables are copied from the card now.
+        """
         if self._slice is None or not (self._pages.is_parked or self._pages.is_lent):
-            raise DriverError("it is not parked")
+            raise DriverError("the session's memory is neither parked nor lent")
         if why := self.why_stays():
             raise DriverError(why)
         variables = [place for module in self._modules for place in module.variables()]
@@ -528,7 +531,8 @@ class CudaContext:
             data = bytearray(size)
             self._call(cuda.memcpy_dtoh, data, address)
             contents.append((address, bytes(data)))
-        # A context of an earlier version can adopt a state without regions.
+        # Add the regions only if the session ever opened one: contexts of an earlier version can adopt only a state
+        # without them.
         regions = self._regions.state()
         fields = (self._slice.range, self._slice.saved(), self._blocks.live(), contents)
         packed: bytes = msgpack.packb((*fields, *([] if regions is None else [regions])))
@@ -552,8 +556,9 @@ class CudaContext:
                 state, use_list=False, strict_map_key=False, max_bin_len=MAX_VARIABLE_BYTES
             )
             if self._slice is None or where != self._slice.range:
-                raise ImageMismatch(f"its slice would begin at {self._slice and hex(self._slice.range[0])}")
-            # Step 1: the pages, with the mappings that they had. Nothing is taken of the card yet.
+                (parked_at, _), own_at = where, self._slice and hex(self._slice.range[0])
+                raise ImageMismatch(f"the parked slice begins at {parked_at:#x}, but this context's at {own_at}")
+            # Step 1: record the pieces and where they were mapped. `unpark` takes memory of the card for them later.
             blocks = {address: block_bytes(size) for address, size in sizes.items()}
             for address, allocation in self._slice.adopt(saved, blocks).items():
                 self._blocks.add(address, sizes[address], allocation)
@@ -737,7 +742,7 @@ class CudaContext:
     def _on_weighed(self, weight: Weight) -> None:
         self._leaves_traces = self._leaves_traces or weight.leaves_traces
         # The driver may keep something of an image that it refuses, too.
-        self._has_system_calls = self._has_system_calls or weight.has_system_calls
+        self._needs_driver_memory = self._needs_driver_memory or weight.needs_driver_memory
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
         """Unload the module once everything launched before has ended."""

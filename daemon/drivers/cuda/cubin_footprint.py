@@ -61,7 +61,7 @@ _DEBUGGED_SHARED: Final = b".nv_debug.shared"
 code for a debugger also the variables of functions that several kernels call. Their flags are those of device memory
 (seen with ptxas 13.0)."""
 
-_FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
+_NEEDS_NO_MEMORY: Final = frozenset({b"vprintf"})
 """The driver's own functions that do not make the context take memory."""
 
 
@@ -72,10 +72,10 @@ class Weight:
     Attributes:
         device_bytes: Bytes of the card that it takes while it is loaded.
         shared_bytes: The part of `device_bytes` that lies in pages shared with other modules.
-        has_system_calls: Whether it calls the driver's own functions that make the context take more memory.
+        needs_driver_memory: Whether it calls the driver's own functions that make the context take more memory.
         calls_driver: Whether it calls any of the driver's own functions.
-        leaves_traces: Whether its kernels may leave data in memory that the driver keeps when the module is unloaded:
-          in variables, or in the heap or the print buffer, through the driver's own functions.
+        leaves_traces: Whether its kernels may leave data that the driver keeps after the unload: in writable variables
+          or, if they call the driver's functions, in its heap or print buffer.
         cooperative: Names of the kernels that seem to synchronise their grid, so that only a cooperative launch can run
           them.
         variables: Its variables in device and constant memory: the name of each, and whether kernels can write it.
@@ -83,7 +83,7 @@ class Weight:
 
     device_bytes: int
     shared_bytes: int
-    has_system_calls: bool
+    needs_driver_memory: bool
     calls_driver: bool
     leaves_traces: bool
     cooperative: frozenset[str] = frozenset()
@@ -104,7 +104,7 @@ class _Section:
 
 @dataclass(frozen=True, slots=True)
 class _Symbol:
-    """A symbol; `names` is the section that its name is in."""
+    """A symbol; `names_section` is the string section that holds its name."""
 
     name_at: int
     kind: int
@@ -112,7 +112,7 @@ class _Symbol:
     section: int
     value: int
     size: int
-    names: _Section
+    names_section: _Section
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class _File:
 
     def name_of(self, symbol: _Symbol) -> bytes:
         """Return the name of a symbol. Raises ValueError."""
-        return self.text(symbol.names, symbol.name_at)
+        return self.text(symbol.names_section, symbol.name_at)
 
     def rows(self, row: struct.Struct, *kinds: int) -> Iterator[tuple[_Section, tuple[int, ...]]]:
         """Yield all rows of the sections of these kinds, in order, each with its section."""
@@ -202,7 +202,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
     }
     sums: dict[int, int] = {}
     symbols = list(file.symbols())
-    has_system_calls = calls_driver = leaves_traces = False
+    needs_driver_memory = calls_driver = leaves_traces = False
     variables: dict[str, bool] = {}
     # Step 2: read the symbols. Refuse managed variables, note calls to the driver's functions, and correct the sizes
     # that a 32-bit header can't show.
@@ -211,7 +211,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
             raise managed_refused(file.name_of(symbol).decode(errors="replace"))
         if symbol.kind == _FUNCTION and symbol.section == 0:
             calls_driver = leaves_traces = True
-            has_system_calls |= file.name_of(symbol) not in _FREE_OF_CHARGE
+            needs_driver_memory |= file.name_of(symbol) not in _NEEDS_NO_MEMORY
         elif symbol.kind == _OBJECT and (index := symbol.section) in sizes:
             sums[index] = sums.get(index, 0) + symbol.size
             sizes[index] = max(sizes[index], symbol.value + symbol.size, sums[index])
@@ -226,7 +226,7 @@ def _measure(cubin: bytes, file: _File) -> Weight:
     return Weight(
         own + shared,
         shared,
-        has_system_calls,
+        needs_driver_memory,
         calls_driver,
         leaves_traces,
         _cooperative(file, symbols),

@@ -157,7 +157,7 @@ def load_image(
     cubin = machine_code(image, compiled, code)
     weight = weigh(cubin)
     on_weighed(weight)
-    kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
+    kept_bytes = local.kept_by_system_calls if weight.needs_driver_memory else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
     # For compiled PTX, the text can show that a kernel needs no cooperative launch although its machine code suggests
     # it.

@@ -121,10 +121,10 @@ def test_shared_memory_in_code_for_a_debugger_is_no_variable() -> None:
 
 
 @pytest.mark.parametrize(("name", "found"), [("malloc", True), ("__assertfail", True), ("vprintf", False)])
-def test_system_calls_are_found(name: str, found: bool) -> None:
+def test_calls_that_need_driver_memory_are_found(name: str, found: bool) -> None:
     undefined, defined = Symbol(name, FUNCTION | 1 << 4, 0, 0, 0), Symbol("k", FUNCTION | 1 << 4, 1, 0, 384)
     weight = weigh(cubin(CODE, symbols=(undefined, defined)))
-    assert (weight.has_system_calls, weight.calls_driver) == (found, True)
+    assert (weight.needs_driver_memory, weight.calls_driver) == (found, True)
 
 
 @pytest.mark.exhaustive
