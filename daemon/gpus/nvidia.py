@@ -8,7 +8,7 @@ reading proves.
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -96,7 +96,8 @@ class NvidiaCards:
         Admission and the proof of a reclaim both need this figure.
         """
         try:
-            used_bytes = self._processes(card_uuid).get(pid, 0)
+            # Only compute programs are listed here: every worker is one, and the other list takes as long again.
+            used_bytes = self._listings[card_uuid].get().get(pid, 0)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
                 f"NVML can't list the processes on {card_uuid}: {error}", hint="Check the card with nvidia-smi."
@@ -152,7 +153,7 @@ class NvidiaCards:
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
-        self._listings[uuid] = SharedCall(lambda: _list_processes(handle))
+        self._listings[uuid] = SharedCall(lambda: _bytes_by_pid(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)))
         name = str(pynvml.nvmlDeviceGetName(handle))
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         # A card is measured once in each boot, before the first lease. Later, the bytes of leases could not be
@@ -187,21 +188,18 @@ class NvidiaCards:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)
 
     def _processes(self, card_uuid: str) -> dict[int, int]:
-        """Return the bytes of all processes. Concurrent callers share one listing."""
-        return self._listings[card_uuid].get()
+        """Return the bytes of all processes. Concurrent callers share the listing of compute programs."""
+        # Graphics programs hold memory, too. A process in both lists has the same figure in each.
+        graphics = pynvml.nvmlDeviceGetGraphicsRunningProcesses(self._handles[card_uuid])
+        return _bytes_by_pid(graphics) | self._listings[card_uuid].get()
 
 
 def _host_card(handle: Any) -> HostCard:
     return HostCard(str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle)))
 
 
-def _list_processes(handle: Any) -> dict[int, int]:
-    listed = [
-        # Graphics programs hold memory, too. A process in both lists has the same figure in each.
-        *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
-        *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-    ]
-    return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
+def _bytes_by_pid(processes: Iterable[Any]) -> dict[int, int]:
+    return {int(process.pid): int(process.usedGpuMemory or 0) for process in processes}
 
 
 def _are_peers(reader: Any, other: Any) -> bool:

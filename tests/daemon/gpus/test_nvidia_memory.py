@@ -25,6 +25,7 @@ class MadeNvml:
     def __init__(self) -> None:
         self.unowned = DRIVERS
         self.processes: dict[int, int] = {}
+        self.graphics: dict[int, int] = {}
         self.meanwhile: dict[str, Callable[[], None]] = {}
         self.answers = 0
         self.broken = False
@@ -36,6 +37,9 @@ class MadeNvml:
     def listing(self, handle: object) -> list[SimpleNamespace]:
         self.pass_on()
         return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in self.processes.items()]
+
+    def graphics_listing(self, handle: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in self.graphics.items()]
 
     def pass_on(self) -> None:
         if self.broken:
@@ -61,7 +65,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> MadeNvml:
         "nvmlDeviceGetMigMode": lambda handle: (0, 0),
         "nvmlDeviceGetMemoryInfo": made.memory,
         "nvmlDeviceGetComputeRunningProcesses": made.listing,
-        "nvmlDeviceGetGraphicsRunningProcesses": lambda handle: [],
+        "nvmlDeviceGetGraphicsRunningProcesses": made.graphics_listing,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
@@ -84,6 +88,18 @@ def test_a_look_tells_what_is_new_since_the_start(nvml: MadeNvml) -> None:
     assert reading.outside_bytes({WORKER}) == 2 * GIB
     nvml.processes = {WORKER: 5 * GIB}
     assert cards.read("GPU-a").outside_bytes({WORKER}) == -GIB, "it has left"
+
+
+def test_graphics_programs_hold_bytes_and_workers_are_compute_programs(nvml: MadeNvml) -> None:
+    cards = NvidiaCards()
+    cards.discover({})
+    # The worker is in both lists, with the same figure, as CUDA programs that also draw are.
+    nvml.processes, nvml.graphics = {WORKER: 5 * GIB}, {STRANGER: GIB, WORKER: 5 * GIB}
+    nvml.unowned += GIB
+    assert cards.read("GPU-a").processes == {STRANGER: GIB, WORKER: 5 * GIB}
+    assert cards.process_bytes("GPU-a", WORKER) == 5 * GIB
+    with pytest.raises(CardsUnavailable, match="does not show the memory of process 200"):
+        cards.process_bytes("GPU-a", STRANGER)
 
 
 def test_what_was_measured_before_leases_were_there_is_the_start(nvml: MadeNvml) -> None:
