@@ -17,7 +17,7 @@ from gpulease.daemon.leases import Card
 from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LastRecords, LogSettings, last_records
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import FactRecorder, LogRecorder
-from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
+from gpulease.daemon.record.audit.records import HEAD_BEGIN, MAX_INTEGER, canonical_bytes
 from gpulease.protocol.foreign_text import encodable
 from gpulease.protocol.settings_reader import declared
 
@@ -45,6 +45,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     _check_place("audit", settings.folder, is_folder=True)
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
+        _check_head(config.audit_head)
     boot = boot_id()
     # The last records show which leases have no recorded end. Read them before the log is opened for
     # writing.
@@ -111,15 +112,34 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
     """
     # Check in the order in which an operator would check: the path itself, its folder, and the permission to write
     # there.
-    if path.exists() and path.is_dir() != is_folder:
-        raise ConfigError(
-            f"setting {setting}: {path} must be a {'folder, not a file' if is_folder else 'file, not a folder'}"
-        )
+    if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
+        kind = "folder, not a file" if is_folder else "regular file, not a folder, a FIFO or a device"
+        raise ConfigError(f"setting {setting}: {path} must be a {kind}")
     if not path.parent.is_dir():
         raise ConfigError(f"setting {setting}: the folder {path.parent} does not exist")
     place = path if is_folder and path.exists() else path.parent
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"setting {setting}: the daemon's user may not write in {place}")
+
+
+def _check_head(path: Path) -> None:
+    """Raise ConfigError if the file has other contents than a head: the log would overwrite them.
+
+    A damaged head is no error. The log records it and continues.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(HEAD_BEGIN))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"setting audit_head: {path}: {error.strerror}") from None
+    # After a power failure a new head may consist of zeros.
+    if begin.strip(b"\0") and begin != HEAD_BEGIN:
+        raise ConfigError(
+            f"setting audit_head: {path} contains something other than an audit log's head, which would be "
+            "overwritten; name another file"
+        )
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:

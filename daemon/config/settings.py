@@ -20,6 +20,7 @@ from gpulease.daemon.fleet.records.fleet_settings import FleetSettings
 from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.daemon.host.cannot_start import Misconfigured
 from gpulease.daemon.host.memory_limit import MemoryLimit
+from gpulease.daemon.host.regular_files import open_regular
 from gpulease.daemon.leases import Card, CoreLimits, PlacementOrder, Recycling
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
@@ -588,7 +589,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             # Read one byte more than allowed, to notice a file that is too large.
             data = file.read(MAX_SETTINGS_BYTES + 1)
         if len(data) > MAX_SETTINGS_BYTES:

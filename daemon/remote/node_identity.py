@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+from gpulease.daemon.host.regular_files import check_regular
 from gpulease.daemon.remote.tls_settings import TlsSettings, check_tenant
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -162,6 +163,7 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, path: Path, subject: str) -> None:
+    _check_readable(path, subject)
     try:
         context.load_verify_locations(path)
     except OSError as error:
@@ -169,20 +171,25 @@ def _load(context: ssl.SSLContext, path: Path, subject: str) -> None:
         raise BadIdentity(f"{subject} {path}: {error.strerror or error}") from None
 
 
+def _check_readable(path: Path, subject: str) -> None:
+    """Raise BadIdentity unless OpenSSL can read the file.
+
+    OpenSSL's own error for an unreadable file does not name the file, and opening a FIFO would wait for its writer.
+    """
+    try:
+        check_regular(path.stat(), path)
+    except OSError as error:
+        raise BadIdentity(f"{subject} {path}: {error.strerror}") from None
+    if not os.access(path, os.R_OK):
+        raise BadIdentity(f"{subject} {path} can't be read by the daemon's user")
+
+
 def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
     def no_password() -> str:
         raise BadIdentity(f"key {files.key} has a password, which a daemon can't enter: remove the password")
 
-    # OpenSSL's own error for an unreadable file does not name the file, so check that first.
-    for subject, path in (("certificate", files.certificate), ("key", files.key)):
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise BadIdentity(f"{subject} {path}: {error.strerror}") from None
-        if stat.S_ISDIR(mode):
-            raise BadIdentity(f"{subject} {path} is a folder: name a file")
-        if not os.access(path, os.R_OK):
-            raise BadIdentity(f"{subject} {path} can't be read by the daemon's user")
+    _check_readable(files.certificate, "certificate")
+    _check_readable(files.key, "key")
     # Operators may give the key's group read access. Anyone who can read the key can pass for this node.
     if files.key.stat().st_mode & stat.S_IROTH:
         raise BadIdentity(f"key {files.key} can be read by all users: run chmod o-r on it")

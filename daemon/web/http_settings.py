@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.host.extras import check_installed
+from gpulease.daemon.host.regular_files import open_regular
 from gpulease.protocol.address import TcpAddress, parse_address
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.settings_reader import must_be
@@ -79,10 +80,10 @@ def parse_http(value: Any) -> TcpAddress:
 
 def _read_token(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             # Check the open file, not the path, so that the file can't be replaced between the check and the read.
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+            if stat.S_IMODE(status.st_mode) & 0o077:
                 raise BadToken(f"{path} must be a file that only its owner can read: run chmod 600 on it")
             text = file.read(MAX_TOKEN_BYTES + 1)
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Final
 
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.host.ipc import close_all
+from gpulease.daemon.host.regular_files import check_regular
 from gpulease.protocol.fast_dataclass import dataclass
 
 Stamp = tuple[int, int, int, int]
@@ -56,7 +57,9 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
     try:
         # Open all files or none, because a key is of no use without its certificate.
         for path in files.values():
-            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            # Use O_NONBLOCK, because opening a FIFO would otherwise wait for its writer.
+            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY))
+            check_regular(os.fstat(fds[-1]), path)
         stats = [os.fstat(fd) for fd in fds]
     except OSError as error:
         close_all(fds)

@@ -115,6 +115,9 @@ HEAD_BYTES: Final = 256
 """The size of the head's file. It is written with one write of less than a sector, so a crash leaves the old head or
 the new one."""
 
+HEAD_BEGIN: Final = b'{"alive_us":'
+"""The first bytes of every head."""
+
 NO_HASH: Final = "0" * 64
 
 _HASH: Final = re.compile("[0-9a-f]{64}")

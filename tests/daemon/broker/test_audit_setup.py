@@ -15,6 +15,7 @@ from gpulease.daemon.config.settings import Config, ConfigError, load_config
 from gpulease.daemon.leases import CoreLimits, PlacementOrder
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.record.audit.record_writer import AuditWriter
+from gpulease.daemon.record.audit.records import read_head
 
 ANN, BOB = TenantLimits(max_leases=1), TenantLimits(devices=("0",))
 
@@ -67,7 +68,18 @@ def test_a_later_setting_of_tenants_changes_no_earlier_digest() -> None:
     [
         ({"audit": "file"}, "setting audit: .*file must be a folder, not a file"),
         ({"audit": "no/log"}, "setting audit: the folder .*no does not exist"),
-        ({"audit": "log", "audit_head": "folder"}, "setting audit_head: .*folder must be a file, not a folder"),
+        (
+            {"audit": "log", "audit_head": "folder"},
+            "setting audit_head: .*folder must be a regular file, not a folder, a FIFO",
+        ),
+        (
+            {"audit": "log", "audit_head": "fifo"},
+            "setting audit_head: .*fifo must be a regular file, not a folder, a FIFO",
+        ),
+        (
+            {"audit": "log", "audit_head": "file"},
+            "setting audit_head: .*file contains something other than an audit log's head",
+        ),
         ({"audit": "log", "audit_head": "no/head.json"}, "setting audit_head: the folder .*no does not exist"),
         ({"audit": "file/log"}, "setting audit: the folder .*file does not exist"),
     ],
@@ -77,6 +89,7 @@ def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(
 ) -> None:
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
     config = Config(**{name: tmp_path / place for name, place in settings.items()})  # type: ignore[arg-type]
 
     async def live() -> None:
@@ -86,6 +99,19 @@ def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(
     with pytest.raises(ConfigError, match=said):
         asyncio.run(live())
     assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("contents", [b"", bytes(256), b'{"alive_us":1'])
+def test_a_new_or_damaged_head_is_replaced(tmp_path: Path, contents: bytes) -> None:
+    head = tmp_path / "head.json"
+    head.write_bytes(contents)
+
+    async def live() -> None:
+        async with open_recorder(Config(audit=tmp_path / "log", audit_head=head, audit_required=True), "cpu", []):
+            pass
+
+    asyncio.run(live())
+    assert read_head(head.read_bytes()).end.seq == 2
 
 
 @pytest.mark.parametrize(("path", "said"), [(None, ""), ("/log/2.jsonl", "/log/2.jsonl: ")])

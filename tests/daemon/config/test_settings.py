@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,14 @@ def test_what_is_no_settings_file(tmp_path: Path, text: bytes, said: str) -> Non
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=said):
         load_config(path, {})
+
+
+def test_a_settings_file_must_be_a_regular_file(tmp_path: Path) -> None:
+    """Opening a FIFO would wait forever, and a device has no settings: the daemon would continue with the defaults."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/null")):
+        with pytest.raises(ConfigError, match=f"{path}: it must be a regular file, not a folder, a FIFO or a device"):
+            load_config(path, {})
 
 
 def test_listening_nowhere(tmp_path: Path) -> None:

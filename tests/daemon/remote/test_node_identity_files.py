@@ -1,5 +1,6 @@
 """Files that can't be the node's identity, and what the operator reads of each."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +11,33 @@ import pytest
 from gpulease.daemon.remote.node_identity import BadIdentity, Identity, IdentityFiles, server_context
 from gpulease.daemon.remote.pki.certificates import PkiAuthority
 
-WRONG: dict[str, tuple[Callable[[IdentityFiles], IdentityFiles], str]] = {
+WrongFile = tuple[Callable[[IdentityFiles], IdentityFiles], str]
+"""A change of the right files, and the error."""
+
+
+def _with_fifo_as(field: str) -> WrongFile:
+    """Return the change of one file into a FIFO that nobody writes to. Opening it to read would wait forever."""
+
+    def change(files: IdentityFiles) -> IdentityFiles:
+        fifo = files.key.with_name("fifo")
+        if not fifo.exists():
+            os.mkfifo(fifo)
+        return replace(files, **{field: fifo})
+
+    return change, f"{field} .*/fifo: it must be a regular file, not a folder, a FIFO or a device"
+
+
+WRONG: dict[str, WrongFile] = {
     "no certificate": (
         lambda files: replace(files, certificate=files.certificate.with_name("no")),
         "certificate .*/no: No such file or directory",
     ),
     "no key": (lambda files: replace(files, key=files.key.with_name("no")), "key .*/no: No such file or directory"),
-    "a folder as key": (lambda files: replace(files, key=files.key.parent), "key .* is a folder: name a file"),
+    "a folder as key": (
+        lambda files: replace(files, key=files.key.parent),
+        "key .*: it must be a regular file, not a folder, a FIFO or a device",
+    ),
+    **{f"a FIFO as {field}": _with_fifo_as(field) for field in ("certificate", "key", "client_ca", "crl")},
     "lists as CA": (
         lambda files: replace(files, client_ca=files.crl or Path()),
         "client_ca .*/crl.pem contains no certificate",
