@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import secrets
 import stat
 from contextlib import suppress
@@ -20,7 +21,12 @@ _CREATE_ENTRY = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 # Number of writes between two prunes, because reading all entries takes milliseconds if there are thousands.
 _WRITES_PER_PRUNE = 32
 
+_DRAFT_BYTES = 8
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+# The name of an entry, which is its key, a digest, or of a draft.
+_NAME = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}|[0-9a-f]{{{2 * _DRAFT_BYTES}}}\.new")
 
 
 class PrivateFolder:
@@ -135,7 +141,7 @@ def _read_own(name: str, folder: int) -> bytes | None:
 def _write_whole(name: str, data: bytes, folder: int) -> None:
     """Write a file that is complete or absent under its name, at whatever point the process ends."""
     # Use a random name, created exclusively, because two processes may write the same entry.
-    draft = f"{secrets.token_hex(8)}.new"
+    draft = f"{secrets.token_hex(_DRAFT_BYTES)}.new"
     try:
         with open(os.open(draft, _CREATE_ENTRY, 0o600, dir_fd=folder), "wb") as file:
             file.write(data)
@@ -148,7 +154,8 @@ def _write_whole(name: str, data: bytes, folder: int) -> None:
 def _prune(folder: int) -> None:
     """Remove the oldest entries beyond the bounds, and drafts that were left behind."""
     entries = []
-    for name in os.listdir(folder):
+    # A user may have chosen a folder with other files, such as the home directory: those are not ours to remove.
+    for name in filter(_NAME.fullmatch, os.listdir(folder)):
         try:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:

@@ -10,7 +10,7 @@ import pytest
 from gpulease.daemon.native import private_folder
 from gpulease.daemon.native.private_folder import MAX_ENTRY_BYTES, PrivateFolder, open_for
 
-KEY, OTHER = bytes(32), bytes([1] * 32)
+KEY, OTHER = bytes([0xAB] * 32), bytes([1] * 32)
 
 
 @pytest.fixture
@@ -116,6 +116,20 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
             os.utime(tmp_path / "kept" / key.hex(), (age, age))
         PrivateFolder(tmp_path / "kept").read(keys[0])
     assert [PrivateFolder(tmp_path / "kept").read(key) is not None for key in keys] == [True, False, False, True, True]
+
+
+def test_files_that_are_not_entries_are_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may have chosen a home directory as the folder."""
+    tmp_path.chmod(0o700)
+    theirs = [tmp_path / name for name in ("thesis.tex", "0123", f"{KEY.hex()}.txt", KEY.hex().upper(), "drafts.new")]
+    for path in theirs:
+        path.write_bytes(bytes(1000))
+        os.utime(path, (1, 1))
+    draft = tmp_path / f"{bytes(8).hex()}.new"
+    draft.touch()
+    monkeypatch.setattr(private_folder, "MAX_CACHED_BYTES", 0)
+    PrivateFolder(tmp_path).write(KEY, b"code")
+    assert sorted(tmp_path.iterdir()) == sorted(theirs)
 
 
 def test_too_large_an_entry_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
