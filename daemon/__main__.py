@@ -142,7 +142,7 @@ def _fail(message: str, hint: str, status: int) -> int:
     if is_for_people():
         click.echo(f"gpuleased: {_with_hint(message, hint)}", err=True)
     else:
-        log_event(LogEvent.DAEMON_FAILED, message, hint=hint, status=status)
+        log_event(LogEvent.DAEMON_FAILED, reason=message, hint=hint, status=status)
     return status
 
 

@@ -89,6 +89,7 @@ class Setting:
         or_zero: Whether 0 is accepted in addition to the bounds.
         unit: The unit of the bounds in errors.
         choices: The texts that are accepted; () for any.
+        instead: Keys of other settings. Exactly one of this setting and these must be given.
         example: A value in TOML, for the example file; "" to write the default.
         is_secret: Whether errors must not repeat the value.
         is_reloaded: Whether a reload applies it.
@@ -106,6 +107,7 @@ class Setting:
     or_zero: bool = False
     unit: str = ""
     choices: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
     example: str = ""
     is_secret: bool = False
     is_reloaded: bool = False

@@ -33,7 +33,7 @@ class BindingsCallFailed(Exception):
 
 
 def measure(launches: int, samples: int) -> dict[str, float]:
-    """Time the calls on the first card that this process sees. Raises BindingsCallFailed and WrongResult."""
+    """Time the calls on the first card that this process sees. Raises BindingsCallFailed and WrongCallerResult."""
     # Measure a program's start: from cuInit until a context has finished its first wait.
     started = time.perf_counter()
     _checked(api.cuInit(0))

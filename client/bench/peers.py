@@ -91,8 +91,8 @@ def measure_with_peers(
 ) -> dict[str, Any]:
     """Measure the callers in turn, all except the session in separate processes. Returns the medians of the rounds.
 
-    Every round starts with another caller. A caller that fails is left out, and the report says why. Raises WrongResult
-    if a session's results are wrong.
+    Every round starts with another caller. A caller that fails is left out, and the report says why. Raises
+    WrongCallerResult if a session's results are wrong.
     """
     with tempfile.TemporaryDirectory(prefix="gpulease-") as folder:
         # Warm set-up needs a pool of contexts; without one, its row stays empty.

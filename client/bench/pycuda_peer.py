@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def measure(launches: int, samples: int) -> dict[str, float]:
-    """Time the calls on the first card that this process sees. Raises pycuda's Error and WrongResult."""
+    """Time the calls on the first card that this process sees. Raises pycuda's Error and WrongCallerResult."""
     started = time.perf_counter()
     cuda.init()
     # This variable keeps the context alive. pycuda destroys a context without references.

@@ -98,7 +98,7 @@ def measure_calls(
         launches: Number of pipelined launches, at least one burst.
         samples: Number of samples of each call that is timed alone.
 
-    Raises WrongResult.
+    Raises WrongCallerResult.
     """
     # Time allocations first without another allocation, then next to others: the driver treats these cases differently.
     timed_us(alloc_and_free, WARM_LAUNCHES)
@@ -205,7 +205,7 @@ def _rates(name: str, times_us: list[float]) -> dict[str, float]:
 
 
 def measure_session(address: str, launches: int, samples: int) -> dict[str, float]:
-    """Time the calls of one session, through the public client. Raises WrongResult."""
+    """Time the calls of one session, through the public client. Raises WrongCallerResult."""
     # The other callers use the same card.
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease) as session:

@@ -579,7 +579,7 @@ class LeaseHandle:
     def park(self) -> Procedure[int]:
         """Move the session's memory to host memory, and return the number of bytes.
 
-        Raises Unsupported, CapacityExceeded or Busy.
+        Raises Unsupported, CapacityExceeded, Denied or Busy.
         """
         # Otherwise an operation sent earlier could arrive after the park and bring the session back, and buffers held
         # for reuse would be copied to the host.
@@ -590,7 +590,7 @@ class LeaseHandle:
     def move(self, device: int | str) -> Procedure[int]:
         """Move the session to another card of its host, and return the number of bytes.
 
-        Raises InvalidRequest, Unsupported, CapacityExceeded or Busy.
+        Raises InvalidRequest, Unsupported, CapacityExceeded, Denied or Busy.
         """
         card = device_of(device, "move: device")
         yield from self.finish_sent()

@@ -546,7 +546,7 @@ async def _start_workers(workers: Workers, state: LastingState, source: CardSour
 async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
     """Return the cards, each with the bytes that a context takes. Only cards that are new in this boot are measured."""
     if source.warning:
-        log_event(LogEvent.CARDS_PRETENDED, source.warning, reason=source.warning)
+        log_event(LogEvent.CARDS_PRETENDED, reason=source.warning)
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
     # The bytes of a worker that was reaped just before may not be free yet.
     has_other_contexts = bool(workers.found_workers())

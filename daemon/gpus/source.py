@@ -172,8 +172,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
                 raise
             # Log the first fault, so that an operator sees why the daemon does not start yet.
             if tried == 1:
-                message = f"{error}; the daemon retries for {RETRY_S:g} s. {error.hint}"
-                log_event(LogEvent.CARDS_AWAITED, message, reason=str(error), hint=error.hint, patience_s=RETRY_S)
+                log_event(LogEvent.CARDS_AWAITED, reason=str(error), hint=error.hint, patience_s=RETRY_S)
         await asyncio.sleep(wait_s)
 
 

@@ -29,7 +29,8 @@ class LogKind:
         name: The subject, a dot, and the event.
         level: One of the levels of `logging`.
         warns_of_failures: Whether its records that report a failure are warnings, whatever `level` is.
-        message: A sentence about the event, without any text from a tenant.
+        message: A sentence about the event. It may show fields, such as `{reason}`, that have no text from a tenant;
+            such an event is logged with `log_event`.
         fields: Fields that its records may have, in addition to those of every record. `_s`, `_ms` and `_bytes` are
             units.
     """
@@ -212,10 +213,17 @@ class LogEvent(Enum):
     WARM_REFUSED = LogKind(
         "warm.refused", INFO, "the lease's context is not reused for its tenant's next lease", ("lease_id", "reason")
     )
-    WARM_FENCED = LogKind("warm.fenced", WARNING, "a pre-created context is fenced", ("card", "reason"))
+    WARM_FENCED = LogKind(
+        "warm.fenced",
+        WARNING,
+        "the memory of a pre-created context could not be proved free: it is fenced",
+        ("card", "reason"),
+    )
     # --- the daemon: its sockets, start and stop ---
-    DAEMON_LISTENING = LogKind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
-    DAEMON_SEEN = LogKind("daemon.seen", INFO, "gpuleased serves its web page", ("url", "version"))
+    DAEMON_LISTENING = LogKind(
+        "daemon.listening", INFO, "gpuleased {version} listens on {address}", ("address", "version")
+    )
+    DAEMON_SEEN = LogKind("daemon.seen", INFO, "gpuleased {version} serves its web page at {url}", ("url", "version"))
     DAEMON_MADE_FOLDER = LogKind(
         "daemon.made_folder", INFO, "created the folder for the socket, which did not exist", ("path", "mode")
     )
@@ -229,7 +237,9 @@ class LogEvent(Enum):
         "socket.lost", ERROR, "a socket's file was removed, and it can't be created again yet", ("path", "reason")
     )
     DAEMON_STOPPING = LogKind("daemon.stopping", INFO, "stopping")
-    DAEMON_FAILED = LogKind("daemon.failed", ERROR, "the daemon exits because of an error", ("hint", "status"))
+    DAEMON_FAILED = LogKind(
+        "daemon.failed", ERROR, "the daemon exits because of an error: {reason}", ("reason", "hint", "status")
+    )
     DAEMON_FAULT = LogKind(
         "daemon.fault", ERROR, "internal error of the daemon: please report it", ("doing", "traceback")
     )
@@ -243,7 +253,7 @@ class LogEvent(Enum):
     CARD_CROWDED = LogKind(
         "card.crowded",
         WARNING,
-        "cards were measured while workers of an earlier daemon still ran: restart to get their full capacity",
+        "cards were measured while workers of an earlier daemon ran: restart the daemon later to measure them again",
     )
     CARD_UNREAD = LogKind(
         "card.unread",
@@ -264,17 +274,22 @@ class LogEvent(Enum):
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )
     CARDS_AWAITED = LogKind(
-        "cards.awaited", WARNING, "the cards can't be used yet; the daemon retries", ("reason", "hint", "patience_s")
+        "cards.awaited",
+        WARNING,
+        "the cards can't be used yet: {reason}; the daemon retries for {patience_s:g} s. {hint}",
+        ("reason", "hint", "patience_s"),
     )
     SETTING_BEYOND_HOST = LogKind(
         "setting.beyond_host", WARNING, "a setting needs cards or memory that this host does not have now", ("reason",)
     )
-    SETTINGS_READ = LogKind("settings.read", INFO, "settings reloaded", ("waiting",))
+    SETTINGS_READ = LogKind(
+        "settings.read", INFO, "settings reloaded; those in `waiting` take effect at the next start", ("waiting",)
+    )
     SETTINGS_KEPT = LogKind(
-        "settings.kept", ERROR, "the settings were not reloaded: the old ones stay in effect", ("reason",)
+        "settings.kept", ERROR, "the settings were not reloaded, so the old ones stay in effect: {reason}", ("reason",)
     )
     MANAGER_DEAF = LogKind(
-        "manager.deaf", WARNING, "the service manager can't be notified of the daemon's state", ("reason",)
+        "manager.deaf", WARNING, "the service manager can't be notified of the daemon's state: {reason}", ("reason",)
     )
     SANDBOX_OFF = LogKind("sandbox.off", WARNING, "a measure of the workers' sandbox is off", ("measure", "reason"))
     # --- what an earlier daemon left; zygotes ---
@@ -303,7 +318,9 @@ class LogEvent(Enum):
     # --- the journal, the audit log and memory: each event that begins a problem has one that ends it ---
     JOURNAL_FAILING = LogKind("journal.failing", ERROR, "the journal can't be written", ("reason",))
     JOURNAL_BACK = LogKind("journal.back", WARNING, "the journal can be written again")
-    JOURNAL_SHORT = LogKind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
+    JOURNAL_SHORT = LogKind(
+        "journal.short", ERROR, "the daemon stops, and its last changes are not in the journal", ("reason",)
+    )
     AUDIT_CONTINUED = LogKind("audit.continued", INFO, "the audit log continues", ("record", "hash"))
     AUDIT_NOT_AS_LEFT = LogKind(
         "audit.not_as_left", WARNING, "the audit log is not as the last daemon left it", ("reason",)
@@ -312,7 +329,9 @@ class LogEvent(Enum):
     AUDIT_HEAD_FAILING = LogKind("audit.head_failing", ERROR, "the audit log's head can't be written", ("reason",))
     AUDIT_BACK = LogKind("audit.back", WARNING, "the audit log can be written again")
     AUDIT_DROPPED = LogKind("audit.dropped", WARNING, "records were dropped and are not in the audit log", ("count",))
-    AUDIT_SHORT = LogKind("audit.short", ERROR, "the last records are not in the audit log", ("reason",))
+    AUDIT_SHORT = LogKind(
+        "audit.short", ERROR, "the daemon stops, and its last records are not in the audit log", ("reason",)
+    )
     AUDIT_CLOSED = LogKind("audit.closed", INFO, "the audit log ends here", ("record", "hash"))
     MEMORY_SHORT = LogKind(
         "memory.short",

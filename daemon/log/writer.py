@@ -44,20 +44,19 @@ _log: Final = logging.getLogger("gpulease")
 _root: Final = logging.getLogger()
 
 
-def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fields: Value) -> None:
+def log_event(event: LogEvent, /, *, is_fault: bool = False, **fields: Value) -> None:
     """Log one event.
 
     Args:
-        event: The event.
-        message: Replaces the event's own message. It must not contain text from a tenant.
+        event: The event. It must have each field that its message shows.
         is_fault: Whether to add the traceback of the exception that is being handled.
         fields: Fields of the event; those that are None are left out. A lease's id is given as a number.
     """
     if not _log.isEnabledFor(event.level):
         return
     record = _record(event, fields)
-    if message:
-        record.msg = message
+    if "{" in event.kind.message:
+        record.msg = event.kind.message.format(**fields)
     if is_fault:
         record.exc_info = sys.exc_info()
     _log.handle(record)

@@ -93,19 +93,13 @@ class Reloader:
             config, token_digest = await asyncio.to_thread(self._read)
             self._service.take_settings(config, token_digest)
         except ConfigError as error:
-            log_event(
-                LogEvent.SETTINGS_KEPT,
-                f"the settings were not reloaded, so the old ones stay in effect: {error}",
-                reason=str(error),
-            )
+            log_event(LogEvent.SETTINGS_KEPT, reason=str(error))
             return f"Settings not reloaded; the old ones stay in effect: {error}"
         # Compare with the settings of the start, because those are still in effect.
         waiting = settings_that_wait(self._started_with, config)
+        log_event(LogEvent.SETTINGS_READ, waiting=waiting)
         if waiting:
-            message = f"settings reloaded; these take effect at the next start: {', '.join(waiting)}"
-            log_event(LogEvent.SETTINGS_READ, message, waiting=waiting)
-            return f"{message[0].upper()}{message[1:]}."
-        log_event(LogEvent.SETTINGS_READ)
+            return f"Settings reloaded; these take effect at the next start: {', '.join(waiting)}."
         return "Settings reloaded."
 
 
@@ -162,11 +156,9 @@ class Supervised:
                 self._notifier.send_status("Creating a context on every card.")
                 service = await stack.enter_async_context(running_service(config, self._given))
             for address in service.addresses:
-                message = f"gpuleased {VERSION} listens on {address}"
-                log_event(LogEvent.DAEMON_LISTENING, message, address=str(address), version=VERSION)
+                log_event(LogEvent.DAEMON_LISTENING, address=str(address), version=VERSION)
             if service.url:
-                message = f"gpuleased {VERSION} serves its web page at {service.url}"
-                log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
+                log_event(LogEvent.DAEMON_SEEN, url=service.url, version=VERSION)
             # If the daemon crashes from now on, its sockets stay with the service manager, and clients wait for the
             # next daemon.
             await self._store_sockets(service)

@@ -53,7 +53,7 @@ class Notifier:
         # Other kinds of sockets (vsock:) are for machines, not for processes of this host.
         if address and address[0] not in "/@":
             reason = f"{ADDRESS_VARIABLE} must name a local socket, not {address!r}"
-            log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {reason}", reason=reason)
+            log_event(LogEvent.MANAGER_DEAF, reason=reason)
             address = ""
         return cls(address)
 
@@ -76,8 +76,7 @@ class Notifier:
         except BlockingIOError:
             return False
         except OSError as error:
-            message = f"the service manager can no longer be notified of the daemon's state: {error.strerror}"
-            log_event(LogEvent.MANAGER_DEAF, message, reason=error.strerror)
+            log_event(LogEvent.MANAGER_DEAF, reason=error.strerror)
             self.close()
         return True
 
@@ -88,8 +87,7 @@ class Notifier:
             if self.send(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
-        message = f"the service manager accepts no notifications: {assignments[0]} was not sent"
-        log_event(LogEvent.MANAGER_DEAF, message, reason="it reads nothing")
+        log_event(LogEvent.MANAGER_DEAF, reason=f"it accepts no notifications: {assignments[0]} was not sent")
 
     def send_status(self, text: str) -> None:
         self.send(status(text))

@@ -194,7 +194,7 @@ def test_a_grant_waits_for_its_record(start_daemon: Callable[..., Daemon], folde
 @pytest.mark.parametrize("required", [True, False])
 def test_a_folder_that_can_not_be_made(required: bool) -> None:
     daemon = Daemon(config=config(NO_FOLDER, required=required))
-    daemon.allowed_trouble += [CAN_NOT_BE_WRITTEN, "the last records are not in the audit log"]
+    daemon.allowed_trouble += [CAN_NOT_BE_WRITTEN, "its last records are not in the audit log"]
     try:
         if required:
             assert daemon.wait_for_exit() == os.EX_UNAVAILABLE

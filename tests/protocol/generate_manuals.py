@@ -129,6 +129,8 @@ def default_text(found: Declared) -> str:
     """Return a setting's default for a cell."""
     if found.default is MISSING:
         return "must be given"
+    if found.setting.instead:
+        return f"must be given, or {' or '.join(f'`{key}`' for key in found.setting.instead)}"
     if found.default is None or found.default == "" or (not found.default and found.setting.read is not None):
         return "—"
     is_written_so = found.kind is int and found.setting.read is not None
@@ -180,7 +182,7 @@ def decode_table() -> str:
     made = [row for prefix, settings in parts.items() for row in rows(settings, prefix)]
     operator = declared(ServerTable)["operator"].setting.does
     for row in rows(declared(KeyTable), "operator."):
-        made.append([*row[:3], f"{operator} {row[3]}"])
+        made.append([*row[:3], f"{row[3]} {operator}"])
     return table(TITLES, made)
 
 

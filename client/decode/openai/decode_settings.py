@@ -132,9 +132,10 @@ class KeyTable:
     key_sha256: Annotated[
         bytes | None,
         Setting(
-            "The key's sha256. To make a key: openssl rand -hex 32",
+            "The key's sha256. `openssl rand -hex 32` makes a key.",
             what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
             read=_read_digest,
+            instead=("key_file",),
             # The value is secret, because an operator may have written the key itself here by mistake.
             is_secret=True,
         ),
@@ -142,7 +143,9 @@ class KeyTable:
     key_file: Annotated[
         str | None,
         Setting(
-            "Instead of key_sha256, a file with the key itself, which only its owner may read.", example='"bob.key"'
+            "A file with the key itself, which only its owner may read.",
+            instead=("key_sha256",),
+            example='"bob.key"',
         ),
     ] = None
 
@@ -169,15 +172,17 @@ class TenantTable(KeyTable):
             " positions.",
             least=1,
             most=MAX_BLOCKS_PER_TENANT,
+            instead=("context_tokens",),
             example="64",
         ),
     ] = None
     context_tokens: Annotated[
         int | None,
         Setting(
-            "Instead of max_blocks, the positions of all of the tenant's sequences together.",
+            "The size of the tenant's region in positions: the most that all of its sequences may have together.",
             least=1,
             most=MAX_BLOCKS_PER_TENANT * PAGE,
+            instead=("max_blocks",),
             example="1024",
         ),
     ] = None
@@ -204,7 +209,7 @@ class TenantTable(KeyTable):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the tenant's region, from the one of the two settings that is given."""
+        """The number of blocks of the tenant's region, from `max_blocks` or `context_tokens`."""
         return self.max_blocks or -(-(self.context_tokens or 0) // PAGE)
 
 
@@ -257,7 +262,9 @@ class PooledModelTable:
             example='["org/model"]',
         ),
     ] = ()
-    preload: Annotated[bool, Setting("Whether it is loaded at the start, rather than by its first request.")] = False
+    preload: Annotated[bool, Setting("Whether the model is loaded at the start, rather than by its first request.")] = (
+        False
+    )
     engine: Annotated[
         Mapping[str, Any],
         Setting(
@@ -277,17 +284,23 @@ class PrefixTable:
         str | None,
         Setting(
             "The text with which prompts of completions begin. Only full blocks of 16 tokens are shared, so it must"
-            " have that many.",
+            " have at least 16 tokens.",
+            instead=("system", "tokens"),
             example='"You are ..."',
         ),
     ] = None
     system: Annotated[
         str | None,
-        Setting("Instead of text, the system message with which chats begin.", example='"You are ..."'),
+        Setting("The system message with which chats begin.", instead=("text", "tokens"), example='"You are ..."'),
     ] = None
     tokens: Annotated[
         tuple[int, ...] | None,
-        Setting("Instead of text, the tokens with which prompts begin.", what=_TOKENS_TEXT, read=_read_tokens),
+        Setting(
+            "The tokens with which prompts begin.",
+            what=_TOKENS_TEXT,
+            read=_read_tokens,
+            instead=("text", "system"),
+        ),
     ] = None
     models: Annotated[
         tuple[str, ...] | None,
@@ -389,7 +402,8 @@ class ServerTable:
         str | None,
         Setting(
             "A folder with config.json and safetensors, or a .gguf file; a relative path starts from this file's"
-            " folder. For many models, write tables [models.NAME] instead.",
+            " folder.",
+            instead=("[models.NAME]",),
             example='"../../tiny"',
         ),
     ] = None
@@ -405,8 +419,8 @@ class ServerTable:
     aliases: Annotated[
         tuple[str, ...],
         Setting(
-            "Further names of the model in requests, such as the one that clients of another server have. Replies have"
-            " its own name.",
+            "Further names of the model in requests, such as the name that clients of another server use. Replies have"
+            " the model's own name.",
             what=_ALIASES_TEXT,
             read=_read_aliases,
             example='["org/model"]',

@@ -38,7 +38,9 @@ def test_what_passes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(retry(attempt)) == "cards"  # type: ignore[arg-type]
     assert len(tried) == 4
-    assert [record.message for record in caplog.records] == ["broken 1; the daemon retries for 30 s. Mend it."]
+    assert [record.message for record in caplog.records] == [
+        "the cards can't be used yet: broken 1; the daemon retries for 30 s. Mend it."
+    ]
 
 
 @pytest.mark.parametrize(("may_pass", "patience_s", "times"), [(False, 30.0, 1), (True, 0.0, 1), (True, 0.02, 5)])

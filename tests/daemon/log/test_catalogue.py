@@ -14,6 +14,7 @@ from gpulease.daemon.log.writer import JsonShape
 
 ROOT = Path(__file__).parents[3]
 SAYERS = {"log_event", "_log", "_log_of_lease"}
+SHOWN = re.compile(r"\{(\w+)")
 
 
 def said() -> Iterator[tuple[str, LogEvent, set[str]]]:
@@ -40,6 +41,12 @@ def test_no_event_has_a_field_that_is_not_in_the_table() -> None:
     told = list(said())
     assert len(told) > 50
     assert [where for where, event, fields in told if fields - set(event.value.fields)] == []
+
+
+def test_a_message_shows_only_fields_that_its_event_always_has() -> None:
+    shown = {event: set(SHOWN.findall(event.kind.message)) for event in LogEvent}
+    assert sum(map(bool, shown.values())) >= 6
+    assert [where for where, event, fields in said() if not shown[event] <= fields] == []
 
 
 def test_every_event_is_logged_somewhere() -> None:

@@ -43,7 +43,7 @@ def test_one_who_is_gone_is_told_nothing_more(tmp_path: Path, caplog: pytest.Log
     assert notifier.send("READY=1")
     assert notifier.send("READY=1")
     assert [record.message for record in caplog.records] == [
-        "the service manager can no longer be notified of the daemon's state: No such file or directory"
+        "the service manager can't be notified of the daemon's state: No such file or directory"
     ]
     assert not notifier.is_connected
 
