@@ -358,13 +358,13 @@ def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
     """Return the error class of a status.
 
     Args:
-        status: A number from the wire; a newer daemon may send one that this client doesn't know.
+        status: A number from the wire; a newer daemon may send one that this client doesn't support.
         of_region: Whether the failure names a region.
 
     Returns:
         The class; for a status without one, the base class, RegionFailed or GpuLeaseError.
     """
-    # A number that this client does not know gets the base class, so that programs can catch it.
+    # A number that this client does not support gets the base class, so that programs can catch it.
     return _OF_REGION.get(status, RegionFailed) if of_region else _BY_STATUS.get(status, GpuLeaseError)
 
 

@@ -25,7 +25,7 @@ class HandleOwner(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """True until this process knows that the session or its lease has ended."""
+        """True until this process has been notified that the session or its lease has ended."""
 
 
 class Handle:

@@ -202,7 +202,9 @@ class GpuSession(SessionView):
         return await make(self, new(self, Array, shape, dtype, "zeros"))
 
     async def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array on the card for a kernel to fill. Its memory is zero: no lease sees another lease's bytes.
+        """Make an array on the card for a kernel to fill.
+
+        Its memory is zeroed: no lease can read another lease's bytes.
 
         Raises the errors of `array`.
         """

@@ -1,6 +1,6 @@
 """Times of a session's first uses: its first module, launch, copies, graph and region.
 
-Times of repeated calls leave out what a first call prepares, but short programs make mostly first calls.
+Times of repeated calls leave out the preparations of a first call, but short programs make mostly first calls.
 """
 
 import secrets

@@ -513,7 +513,7 @@ def _ends(folder: str, regions: set[str]) -> Counter[str]:
     """Return how often each granted lease of an audit log has ended, and each of these regions.
 
     A broker that was killed may have recorded the grant of a region in the audit log and not in its journal. No tenant
-    has received such a region, and the next broker does not know it.
+    has received such a region, and the next broker has no record of it.
     """
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", "audit", "show", "--json", folder]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)

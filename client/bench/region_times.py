@@ -37,7 +37,7 @@ def measure_regions(address: str, ptx: bytes, samples: int, log: LogLine) -> Fig
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, log)
-    # Use one session for all parts, because a region's cost must not depend on what was measured before.
+    # Use one session for all parts, because a region's cost must not depend on earlier measurements.
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
     with builder.acquire() as lease, GpuSession(lease) as session:
         bench = _Bench(address, lease, session, ptx, size_bytes)

@@ -173,7 +173,7 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
     calls.small[:] = PATTERN
     timed_us(write_and_sync, WARM_LAUNCHES)
     figures |= _microseconds("write_4k_sync", timed_us(write_and_sync, samples))
-    # Clear the memory, so that the check below sees only bytes that came from the card.
+    # Clear the memory, so that the check below compares only bytes that came from the card.
     calls.small[:] = 0
     figures |= _microseconds("read_4k", timed_us(calls.read_small, samples))
     calls.pinned[:] = PATTERN

@@ -151,7 +151,7 @@ def _node(node_id: str) -> Report:
 def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
     """Send a request about a lease to the daemon that GPULEASE_ADDRESS names, or to the lease's node in a fleet.
 
-    A directory knows only leases with names. Raises NotFound for a lease without one.
+    A directory lists only leases with names. Raises NotFound for a lease without one.
     """
     # Ask a single daemon directly. In a fleet, a directory first names the node that serves the lease's name.
     if fleet_of(None) is None:

@@ -157,7 +157,7 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
     # Make every file before any is written.
     files = {name: filled_in(name, (UNITS / name).read_text("utf-8"), environment) for name in PLACES}
     hidden = environment.under(_HIDDEN)
-    # A service with PrivateTmp= sees another /tmp.
+    # A service with PrivateTmp= has another /tmp.
     if hidden is not None:
         complaint = (
             f"the service could not see {hidden}, because it has a separate {_HIDDEN[0]} (PrivateTmp=); "
@@ -197,7 +197,7 @@ def _write(path: Path, text: str, *, is_operators: bool) -> str:
         if is_operators:
             return "was not changed: it is the operator's own file"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Write to a new file and rename it: a reader sees either the old text or the new one.
+    # Write to a new file and rename it: a reader gets either the old text or the new one.
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)

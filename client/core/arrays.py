@@ -74,7 +74,7 @@ Calls: TypeAlias = Generator[Call | Procedure[Any], Any, T]
 
 
 class SessionArray(ArrayView):
-    """An array that knows its session; the base of both APIs' arrays.
+    """An array with a reference to its session; the base of both APIs' arrays.
 
     Attributes:
         session: Its session, which exists as long as the array.
@@ -265,7 +265,7 @@ def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
         InvalidRequest: Kernels don't support such elements.
         Unsupported: The dtype's package is not installed.
     """
-    # numpy knows these names only after ml_dtypes was imported.
+    # numpy accepts these names only after ml_dtypes was imported.
     if isinstance(dtype, str) and dtype in NARROW_TYPES:
         try:
             import ml_dtypes

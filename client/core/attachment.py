@@ -256,7 +256,7 @@ class Attachment:
     @property
     def end_failure(self) -> Failure | None:
         """Return the end of the session, or else of its lease; None while neither has ended."""
-        # Read the lease's word first: the broker writes it before the client can know of the end in another way.
+        # Read the lease's word first: the broker writes it before the client can be notified of the end in another way.
         if self.end is None and self.lease_word[0]:
             self.lease.poll_words()
         return self.end or self.lease.end_failure
@@ -433,7 +433,7 @@ class Attachment:
         elif self.lease.end_failure is not None:
             failure = self.lease.end_failure
         elif failure.status is Status.SESSION_FAILED:
-            # The worker knows that the session has ended, but not why.
+            # The worker reports that the session has ended, but not why.
             reason = yield from find_end_reason(self.lease, failure)
             failure = failure if reason.status is Status.DISCONNECTED else reason
         elif not self.channel.link.is_end_explained:

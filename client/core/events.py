@@ -62,7 +62,7 @@ class LeaseEvent:
 
     @property
     def phase_text(self) -> str:
-        """The phase as a word, or "phase N" for a number that this client does not know."""
+        """The phase as a word, or "phase N" for a number that this client does not support."""
         return self.phase.name.lower() if isinstance(self.phase, Phase) else f"phase {self.phase}"
 
 
@@ -93,7 +93,7 @@ class ForwardRevoked:
 
 def event_of(notification: Notification) -> LeaseEvent:
     """Convert a notification of a lease's phase."""
-    # A newer daemon may send a phase that this client does not know; pass it on as a number.
+    # A newer daemon may send a phase that this client does not support; pass it on as a number.
     event = notification.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(

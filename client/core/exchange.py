@@ -279,8 +279,8 @@ class GrantCleanUp(CleanUp):
             channel.link.notifications.clear()
 
     def _take_late(self, channel: Channel) -> Procedure[None]:
-        # Step 1: shut down the client's half. The daemon sees the end of the stream, makes nothing from then on, and
-        # closes its own half.
+        # Step 1: shut down the client's half. When the daemon has read the end of the stream, it makes nothing more,
+        # and closes its own half.
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
         # Step 2: wait for the reply. If the daemon made a lease, the reply comes before it closes its half.

@@ -24,7 +24,7 @@ class IdlePoller:
 
     @property
     def is_over(self) -> bool:
-        """True once this process knows that the session has ended."""
+        """True once this process has been notified that the session has ended."""
         return self._operations.attachment.end is not None
 
     def has_found(self) -> bool:

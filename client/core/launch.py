@@ -105,7 +105,7 @@ class LaunchCommands(Protocol):
 
 
 class _LatestLaunch:
-    """A module's last launch that was checked and sent. A launch like it is not checked again.
+    """A module's last launch that was checked and sent. A later launch like this one is not checked again.
 
     A sequence that the caller may change is stored as a copy and compared by value, because identity proves equality
     only for immutable objects.

@@ -748,7 +748,7 @@ class LeaseHandle:
         """Send on the connection on which the lease was granted; if that is dead, send again on a new one.
 
         Every request but REGION_OPEN may be repeated: a second LEASE_FREE finds that the lease has ended, as intended.
-        A second REGION_OPEN could leave a region that no client knows.
+        A second REGION_OPEN could leave a region whose id no client has.
         """
         while True:
             # Try at most twice: on the old connection and, if that ended without an answer, on a new one.
@@ -1419,7 +1419,7 @@ def follow_regions(lease: LeaseHandle) -> Procedure[None]:
 def _unknown_lease(lease: LeaseHandle, failure: Failure) -> Failure:
     """Return the end of a lease that the daemon does not report.
 
-    The daemon forgets ended leases after a while: if the deadline has passed, the lease expired.
+    The daemon keeps no record of leases that ended long ago: if the deadline has passed, the lease expired.
     """
     if failure.status is Status.NOT_FOUND and time.monotonic() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")

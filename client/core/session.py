@@ -147,7 +147,7 @@ class SessionView:
             shape: One size, or a size per dimension.
             dtype: The elements' numpy dtype.
 
-        Raises InvalidRequest for a `dtype` that numpy does not know, or for a shape that no array can have.
+        Raises InvalidRequest for a `dtype` that numpy does not support, or for a shape that no array can have.
         """
         # A forked child shares the arena with its parent: new arrays in it would overwrite the parent's.
         if self._session.attachment.end is OWNED_BY_PARENT:

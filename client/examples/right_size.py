@@ -20,7 +20,7 @@ def job(session: GpuSession) -> float:
 
 def run() -> tuple[int, int, float]:
     """Return the bytes of the generous lease and of the right one, and the job's result in the right one."""
-    # Step 1: acquire a generous lease, only to measure. `used` tells the most memory that the job has held.
+    # Step 1: acquire a generous lease, only to measure. `used` returns the most memory that the job has held.
     with GpuBuilder().min_vram("256MiB").acquire() as lease:
         with GpuSession(lease) as session:
             job(session)

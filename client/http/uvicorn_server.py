@@ -143,7 +143,7 @@ class _LingeringTransport:
             self._transport.close()
             return
         try:
-            # The peer sees the end of the reply at once. It ends the connection by closing its own side.
+            # The peer receives the end of the reply at once. It ends the connection by closing its own side.
             if not self._transport.get_write_buffer_size():
                 self._transport.write_eof()
         except OSError:
@@ -279,7 +279,7 @@ class GuardedApp:
             return FULL
         # Requests that change something are checked more strictly than those that only read.
         is_act = scope["method"] not in READING
-        # Check every request before the application sees it, whatever its path is.
+        # Check every request, whatever its path is, before the application gets it.
         refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
         if refused is None:
             return None
@@ -348,7 +348,8 @@ async def serve_within(
         began: Called with the server, which stops when its `should_exit` is set.
         keeps_path: Whether to recreate the file of a Unix socket after it was removed. Only one of several processes
             that accept from one socket may do that.
-        refuse: Makes the reply to a request that is refused before the application sees it.
+        refuse: Makes the reply to a request that is refused before the application gets it.
+
     """
     log_to_stderr()
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.

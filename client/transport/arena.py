@@ -98,7 +98,7 @@ class Arena:
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
     """Make an array in the arena, or an ordinary one if the arena is missing or full, or if the dtype can't be shared.
 
-    Raises InvalidRequest for a `dtype` that numpy does not know, or for a shape that no array can have.
+    Raises InvalidRequest for a `dtype` that numpy does not support, or for a shape that no array can have.
     """
     import numpy as np
 

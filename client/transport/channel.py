@@ -94,7 +94,7 @@ class Channel:
 
     Attributes:
         sock: The nonblocking socket.
-        link: Parses received bytes, and knows which replies are expected.
+        link: Parses received bytes, and records which replies are expected.
         address: The daemon's address, for messages.
         waiter: The driver's object for waiting on the socket.
         waits_for_room: True if poll(2) on the socket reports room to send.
@@ -353,7 +353,7 @@ def start_connecting(family: int, sockaddr: Any, address: Address) -> tuple[Chan
     # Disable Nagle's algorithm, which would delay each small frame by a round trip.
     if family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A nonblocking connect returns at once. The errno tells whether it succeeded, failed, or continues.
+    # A nonblocking connect returns at once. The errno says whether it succeeded, failed, or continues.
     try:
         code = sock.connect_ex(sockaddr)
     except OSError as error:

@@ -114,7 +114,7 @@ class CoalescingSocket(Channel):
             if before > MAX_OUTBOX_BYTES:
                 return False
             is_due = before + size >= FLUSH_BYTES or self._has_waiting
-            # The flusher must know about the channel before the outbox holds anything.
+            # Register the channel with the flusher before the outbox holds anything.
             if not (before or is_due):
                 _flusher.notice(self)
             # No interrupt can come between these two statements (`transport.link`), so `tail` counts a frame exactly if
@@ -403,7 +403,8 @@ class _Flusher:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1
             self._is_awake = False
-            # Do one more round: a thread that has just queued a frame saw the flusher awake, and did not wake it.
+            # Do one more round: a thread that has just queued a frame may have found the flusher awake, and so did not
+            # wake it.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
     def _continues(self, is_idle: bool) -> bool:

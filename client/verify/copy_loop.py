@@ -17,7 +17,7 @@ def _copy(address: str) -> None:
     buffer = session.mem_alloc(COPY_BYTES)
     data = np.ones(COPY_BYTES, np.uint8)
     session.mem_write(buffer, 0, data)
-    # This line tells the parent that the lease exists and the first copy is done.
+    # This line reports to the parent that the lease exists and the first copy is done.
     print(lease.lease_id, flush=True)
     while True:
         session.mem_write(buffer, 0, data)

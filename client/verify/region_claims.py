@@ -325,7 +325,10 @@ def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
 
 
 def broker_killed(driver: str) -> str:
-    """Kill the broker at each step of a region's life. The next broker must know the region, and end it with proof."""
+    """Kill the broker at each step of a region's life.
+
+    The next broker must have a record of the region, and end it with proof.
+    """
     with killable_daemon(driver) as daemon:
         scene = Scene.at(daemon.address)
         steps: list[str] = []

@@ -52,7 +52,8 @@ class Card:
         slack_bytes: Tolerated difference between the bytes that other programs hold and those that are booked for them.
           The reserve covers it.
         pins_host_memory: Whether the host memory that a worker prepares for parking needs page tables on the card.
-        peers: UUIDs of the cards with memory that this card reads at a high rate, so that sessions move directly.
+        peers: UUIDs of the cards whose memory this card reads at a high rate, so that sessions move directly between
+            them.
         has_others: Whether programs other than the daemon's workers can hold memory of the card. Then nothing is
             granted on it before its first poll (`Others`).
 
@@ -294,7 +295,7 @@ class CardAccount:
     def room_bytes(self) -> int:
         """Bytes by which a lease may grow now.
 
-        No lease holds these or waits for them, and no warm context uses them, because warm contexts are not dropped for
+        No lease or warm context holds these bytes, and no lease waits for them. Warm contexts are not dropped for
         growth.
         """
         # As for a new context, count the larger of the used and the promised bytes.

@@ -224,7 +224,7 @@ class SessionFaulted:
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """A monitor ends a session. The cause: OVER_SLICE, UNMEASURED, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
+    """A monitor ends a session for OVER_SLICE, UNMEASURED, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
 
     worker_id: int
     cause: Cause
@@ -304,7 +304,7 @@ class WorkerUnlisted:
     Sent on each poll until the table has its proof.
 
     Attributes:
-        unowned_bytes: Bytes that belong to no process in this poll, without those that belonged to none when the card
+        unowned_bytes: Bytes that belong to no process in this poll, beyond those that belonged to none when the card
             was measured.
         least_bytes: Smallest `unowned_bytes` of all polls that did not list the process.
         since_ns: Time of the first of these polls.

@@ -94,7 +94,7 @@ class CauseRow(NamedTuple):
     Attributes:
         ends_pending: Whether it can end a lease that is not granted yet.
         ends_active: Whether it can end a lease that is granted.
-        region: The state that a region enters. Most regions end for the cause that ends their lease.
+        region: The state that a region enters when it ends for this cause, whether or not its lease ends.
         grace_ms: How long kernels in flight may run after new work is refused, unless a setting says otherwise: 0 if
             the tenant has finished, or nothing is left that could finish. None: always 0, whatever the settings,
             because another node may soon serve the name.

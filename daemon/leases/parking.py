@@ -3,18 +3,20 @@
 1. A session is parked because its tenant or an operator asks for it, because it was idle for its lease's idle time, or
    because an acquire or a returning session lacks room on the card. In the last case the sessions that were used least
    recently are parked first. Only parkable leases are parked; the slices of others stay on their cards.
-2. The bytes are released once the card shows that the worker holds only the rest. Until then, also after a refusal, the
-   lease is charged for all of them. The context stays on the card, and so do the bytes that the worker reports to keep,
-   such as code.
+2. The context stays on the card, and so do the bytes that the worker reports to keep, such as code. The other bytes are
+   released once the card shows that the worker no longer holds them. Until then, also after a refusal, the lease is
+   charged for all of its bytes.
 3. When an operation waits, the worker asks for the return. The card is charged first, then the worker receives the
-   order. Without room, the session waits in the queue of acquires, first come, first served, for the time that its
-   acquire was willing to wait. After that time the operation fails as BUSY, and the session stays parked.
+   order. Without room, the session waits in the queue of acquires, first come, first served, for the longest wait that
+   its acquire allowed or for `session_timeout_s`, whichever is longer. Then the operation fails as BUSY, and the
+   session stays parked.
 4. Host memory is held for the whole slice: from the grant on if enough is free, otherwise from the order to park on. A
    session on the card keeps its host memory until another one needs it for a park. When a session that was parked for
-   others' need returns, its memory is given to the sessions of its card that will be parked next, so that it is
-   prepared in time. All of it is returned when the worker's process ends. With overcommit, each park for others' need
-   makes the session that will be parked next copy its bytes ahead while it is idle. That session stays on the card, and
-   all rules treat it as if nothing was copied: its worker forgets the copy when the session is used.
+   others' need returns, memory is prepared for the sessions of its card that will be parked next, and its own is
+   released if no other is left. All host memory of a session is returned when its worker's process ends. With
+   overcommit, each park for others' need makes the session that will be parked next copy its bytes ahead while it is
+   idle. That session stays on the card, and all rules treat it as if nothing was copied: its worker forgets the copy
+   when the session is used.
 5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
    `park_stay_ms`, and a card has at most `parks_per_minute`, of which some are kept for others' need. With
    `moves_for_need`, sessions are moved to cards that have room for them, and parked only if there are none.
@@ -86,8 +88,8 @@ PARK_BURST: Final = 32
 """Number of parks that one card may have at once, before `parks_per_minute` spaces them out."""
 
 KEPT_SHARE: Final = 0.5
-"""Share of PARK_BURST that tenants' requests and idleness leave to others' need for room, and to operators. Stops a
-tenant that parks its session all the time from keeping others waiting for room."""
+"""Share of PARK_BURST that is reserved for others' need for room and for operators. Stops a tenant that parks its
+session all the time from keeping others waiting for room."""
 
 _KEPT_PARKS: Final = int(PARK_BURST * KEPT_SHARE)
 
@@ -114,8 +116,9 @@ class ParksTogether:
 
     Attributes:
         parks: Number of these parks.
-        host_bytes: Host memory in use once they have begun: theirs, and that of all sessions off their cards. It
-            excludes the memory that sessions on a card keep for their next park, because these parks may take it.
+        host_bytes: Host memory in use once they have begun: that of these parks, and that of all sessions off their
+            cards. The memory that sessions on a card keep for their next park is excluded, because these parks may take
+            it.
     """
 
     def __init__(self, store: LeaseStore) -> None:
@@ -393,7 +396,10 @@ class Parking(ParkingViews):
         self._prove(lease, state, effects)
 
     def _park_in_place(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
-        """Let a session that moves directly leave its process: all of its bytes stay on its card, so none is proved."""
+        """Let a session that moves directly leave its process.
+
+        No proof is needed: all of its bytes stay on its card.
+        """
         state.phase, state.due_ns, state.is_in_place = ParkPhase.PARKED, None, True
         state.kept_bytes, state.off_bytes = lease.terms.size_bytes, 0
         # Requests to park that arrived since the move began can't be fulfilled.
@@ -516,7 +522,7 @@ class Parking(ParkingViews):
         return True
 
     def _await_return(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
-        """Bring back a parked session if it fits and the queue is empty; otherwise add it to the queue."""
+        """Bring back a parked session if it fits and no waiter holds its card; otherwise add it to the queue."""
         account = self._store.account_by_uuid[lease.card_uuid]
         if not state.off_bytes:
             # All of its bytes are on the card.
@@ -585,7 +591,7 @@ class Parking(ParkingViews):
         self._await_return(lease, state, now_ns, effects)
 
     def on_returned(self, event: events.SessionReturned, now_ns: int, effects: list[Effect]) -> None:
-        """Process the worker's answer: the session is complete."""
+        """Process the worker's answer: the whole session is on its card."""
         lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return

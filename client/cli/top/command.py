@@ -77,7 +77,7 @@ def _stream(sampler: Sampler, every_s: float) -> None:
     while True:
         try:
             sample = sampler.take()
-        # Print a failure as a separate line, so that a reader sees the gap. At the start, it is an error.
+        # Print a failure as a separate line, so that the gap is visible. At the start, it is an error.
         except GpuLeaseError as error:
             if before is None:
                 raise

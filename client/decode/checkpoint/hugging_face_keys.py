@@ -214,7 +214,8 @@ _COMMON: Final[KeyTable] = {
         "sep_token_id",
         "prefix",
         "tokenizer_class",
-        # Its origin. transformers runs its own code (auto_map) only if the caller trusts it.
+        # Its origin. transformers runs the model's own code (auto_map) only if the caller permits it
+        # (trust_remote_code).
         "auto_map",
         "name_or_path",
         "_name_or_path",
@@ -282,7 +283,7 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
             {"hidden_activation": ("gelu_pytorch_tanh",)},
         ),
         **refused("the engine supports only causal attention", {"use_bidirectional_attention": (False,)}),
-        # Gemma 2's, which Gemma 3's class still obeys.
+        # Gemma 2's, which Gemma 3's class still applies.
         **refused(
             "the engine does not support caps of logits", {"attn_logit_softcapping": (), "final_logit_softcapping": ()}
         ),

@@ -77,7 +77,7 @@ class TensorFile:
             os.posix_fadvise(self._descriptor, ahead_offset, size, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, offset: int) -> bool:
-        """Return whether a byte of the file is in the page cache; False if the file system does not tell."""
+        """Return whether a byte of the file is in the page cache; False if the file system does not report it."""
         try:
             # preadv2(2), RWF_NOWAIT: fails with EAGAIN instead of reading from the disk.
             return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1

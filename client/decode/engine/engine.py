@@ -2,7 +2,7 @@
 
 A step is one launch of a graph. The launch names the regions of the rows' tenants, and the step begins only if all of
 these regions are valid. Two steps may be in flight: the host plans the second while the card computes the first. So the
-host may not know a row's token yet. The card then takes the token from the result of the previous step.
+host may not have a row's token yet. The card then takes the token from the result of the previous step.
 """
 
 from bisect import bisect_left

@@ -331,7 +331,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
             registers=ROPE_REGISTERS,
         ),
     }
-    # There are no spans with a window, because a row with a window sees too few positions to be cut.
+    # There are no spans with a window, because a row with a window attends to too few positions to be split.
     read_spans = f"x:b {partials} q:b rows:w tables:w spans:w {cache} table_blocks H G scale:fp32"
     compiled |= {
         f"attend_spans_{width}": _attend_prompt(s.attend_spans, width, _types(read_spans)),

@@ -159,7 +159,7 @@ def _choice(name: str, value: Any, _: bool) -> AnswerForm | None:
 
 
 def _grammar(name: str, value: Any, _: bool) -> AnswerForm | None:
-    # llama.cpp's clients send an empty grammar if they want none.
+    # llama.cpp's clients send an empty grammar for none.
     if value is None or (value == "" and name == "grammar"):
         return None
     if not is_unicode_text(value):

@@ -165,7 +165,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self._whole_seconds)}
         if self.retry_after_s is None and self.status in _RETRIED_BY_CLIENTS:
-            # OpenAI's clients obey this header. Without it, they would retry requests for which a retry is useless or
+            # OpenAI's clients apply this header. Without it, they would retry requests for which a retry is useless or
             # harmful.
             headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})

@@ -147,7 +147,7 @@ class MessageEvents:
             try:
                 block["input"] = json.loads(self._arguments)
             except (ValueError, RecursionError):
-                # A call that was cut off is not valid JSON. Leave it out of the message: stop_reason tells why.
+                # A call that was cut off is not valid JSON. Leave it out of the message: stop_reason gives the reason.
                 return
         self.content.append(block)
 

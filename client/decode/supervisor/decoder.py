@@ -241,8 +241,8 @@ class Decoder:
         self.grammars = Grammars(
             self.tokenizer, spec.checkpoint.config.vocabulary, scheduler.settings.end_tokens, self.log
         )
-        # The supervisor owns the engine, the loop drives it, and the ledger knows the callers. They share the
-        # scheduler.
+        # The supervisor owns the engine, the loop runs its steps, and the ledger has the callers' requests. They share
+        # the scheduler.
         self._supervisor = EngineSupervisor(spec, address, scheduler, self._ledger, self.log, clock)
         self._steps = StepLoop(spec.limits.tables, scheduler, self._ledger, self._supervisor, self.log, clock)
 

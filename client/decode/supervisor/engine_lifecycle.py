@@ -232,7 +232,7 @@ Effect = (
 
 
 class RequestsInProgress(Protocol):
-    """What fault isolation needs to know about requests. Requests have the ids that their callers know."""
+    """The facts about requests that fault isolation needs. Requests have the ids that their callers know."""
 
     def is_in_progress(self, request_id: str) -> bool:
         """Return whether the request has not ended."""
@@ -282,7 +282,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def has_engine(self) -> bool:
-        """Whether there is an engine, as far as the step loop knows: a pending loss does not count yet."""
+        """Whether there is an engine. A loss counts only once the step loop has processed it."""
         return isinstance(self._serving_phase, Serving | Isolating)
 
     @property

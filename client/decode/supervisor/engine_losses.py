@@ -49,7 +49,7 @@ def shows_loss(error: BaseException) -> bool:
 
 
 def is_kill(error: BaseException) -> bool:
-    """Return whether the context's process was killed from outside, as far as the daemon knows."""
+    """Return whether the context's process was killed from outside, according to the daemon."""
     return isinstance(error, GpuLeaseError) and error.failure.is_kill
 
 

@@ -212,7 +212,7 @@ class RequestLedger:
         for event in events:
             entry = self._entries.pop(event.request.request_id, None)
             assert not isinstance(event, SchedulerEvent.Token)
-            # The generation has ended already, so the caller knows the outcome.
+            # The generation has ended already, so the caller has received the outcome.
             if entry is None:
                 continue
             if isinstance(event, SchedulerEvent.AdmissionRejected):

@@ -188,7 +188,7 @@ class TextProcesses:
             self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
             self._replace(worker)
             return None
-        # Normally there is an answer, perhaps a refusal. It tells whether the worker must be replaced.
+        # Normally there is an answer, perhaps a refusal. It says whether the worker must be replaced.
         if answer is not None and "failed" not in answer:
             if not job.answer.done():
                 job.answer.set_result(answer)

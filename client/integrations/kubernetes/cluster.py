@@ -1,6 +1,6 @@
 """The driver's requests to the cluster's API server, through lightkube.
 
-Objects are plain maps, so that fields that lightkube does not know are kept.
+Objects are plain maps, so that fields that lightkube does not support are kept.
 """
 
 import os

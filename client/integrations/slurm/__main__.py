@@ -187,7 +187,7 @@ def service(folder: Path) -> None:
     """Renew the leases of running jobs, and free those of jobs without an epilog. For systemd, one per node."""
     records = JobRecords(folder)
     with (folder / SERVICE_LOCK).open("ab") as lock_file:
-        # By this lock, a prolog sees that the service runs.
+        # This lock shows a prolog that the service runs.
         if not _lock(lock_file):
             raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
         polled_at_s: dict[tuple[str, str], float] = {}

@@ -134,7 +134,7 @@ def set_admin_comment(job: str, text: str) -> None:
 
 
 def _run(*command: str) -> str | JobState:
-    """Return the output of a command of Slurm; OVER if Slurm does not know the job, UNKNOWN after other failures."""
+    """Return the output of a command of Slurm; OVER if Slurm has no record of the job, UNKNOWN after other failures."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
     except FileNotFoundError:

@@ -330,7 +330,7 @@ def checked_media_type(header: str) -> str:
 
 def answer_type(accept: str, body_type: str) -> str:
     """Return the media type of the reply: the first known one in the Accept header, otherwise the body's."""
-    # Quality values are ignored: the first type that the gateway knows is used.
+    # Quality values are ignored: the first type that the gateway supports is used.
     accepted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
     return next((candidate for candidate in accepted if candidate in (BINARY, JSON)), body_type)
 

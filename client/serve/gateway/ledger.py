@@ -12,8 +12,7 @@ attempt takes it over with a higher epoch, which the store requires for every la
 only slow, it can no longer begin its effect. If the entry is STARTED, it is unknown whether the effect happened: the
 entry becomes UNKNOWN forever, and the operation is not executed again.
 
-Every rule is idempotent for the same claim id, because a store may repeat a transaction if it does not know whether it
-was committed.
+Every rule is idempotent for the same claim id, because a store may repeat a transaction if its commit is in doubt.
 
 The key of an operation is `inference:` and the request's id. A hash identifies the operation: SHA-256 (FIPS 180-4) over
 five fields in this order, each preceded by its length in bytes as a big-endian u32:

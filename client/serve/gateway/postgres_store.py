@@ -2,7 +2,7 @@
 
 Every method is one transaction, at READ COMMITTED. It inserts its key's row if the row does not exist, and locks it
 before reading it: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1
-and 13.3.2). So if two gateways reserve the same operation, the second one sees the first one's reservation.
+and 13.3.2). So if two gateways reserve the same operation, the second gateway reads the first one's reservation.
 
 If the server disconnects during a transaction, it is unknown whether the transaction was committed. The store then
 repeats it from the start, on a new connection, for up to `patience_s`. The claim id is drawn once for each call, so the
@@ -14,9 +14,9 @@ A commit must be on the disk before it is reported, so `synchronous_commit` is t
 lower. Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then
 waits until a standby has written it to disk, so a promoted standby has every claim that was returned to a caller. If
 the server stops waiting for the standby, it commits anyway, and only sends a warning (documentation, 27.2.8.2;
-syncrep.c); if the primary is then lost, so is the commit. So the store does not trust a transaction with a warning, and
-repeats it. It gives up after `commit_s`: while no standby is available, no attempt begins. A former primary that still
-runs after another server was promoted can't complete any commit, because no standby follows it.
+syncrep.c); if the primary is then lost, so is the commit. So the store repeats a transaction that has a warning. It
+gives up after `commit_s`: while no standby is available, no attempt begins. A former primary that still runs after
+another server was promoted can't complete any commit, because no standby follows it.
 
 Claims expire by the primary's clock, which all gateways share. If the clock is set, attempts are presumed dead too
 early or too late, but an effect never happens twice.

@@ -171,7 +171,7 @@ class Instance:
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """Queue some items. They are refused at once if they can't be computed at all, or not within `deadline_s`."""
-        # Admission must know how long the lease lasts. If there is none, the next lease will have its full duration.
+        # Admission depends on how long the lease lasts. If there is none, the next lease will have its full duration.
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
 

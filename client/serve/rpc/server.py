@@ -4,7 +4,7 @@
 bell, and then reads only that caller's memory. A spinning thread would hold the interpreter's lock, which the threads
 that do the work need.
 
-Callers can't affect each other. If a caller dies in any state, the server only sees a closed socket. A caller that
+Callers can't affect each other. If a caller dies in any state, the server only gets a closed socket. A caller that
 writes invalid requests gets an error or is disconnected. A caller that repeatedly rings without a request is
 disconnected, too.
 """
