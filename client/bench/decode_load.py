@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import click
 
 from gpulease.client.bench.figures import percentile
+from gpulease.client.console.number_range import NumberRange
 from gpulease.client.console.tables import table
 from gpulease.protocol.json_text import indented_json
 
@@ -244,7 +245,7 @@ def report_of(outcomes: Sequence[RequestOutcome], keys: int) -> dict[str, Any]:
 @click.command()
 @click.argument("url")
 @click.option("--key", "keys", multiple=True, required=True, help="A tenant's key. Repeatable; each key is one tenant.")
-@click.option("--rate", type=click.FloatRange(min=0.001), default=10.0, show_default=True, help="Requests per second.")
+@click.option("--rate", type=NumberRange(min=0.001), default=10.0, show_default=True, help="Requests per second.")
 @click.option("--requests", type=click.IntRange(min=1), default=1000, show_default=True, help="In all.")
 @click.option(
     "--prompt-words",

@@ -22,6 +22,7 @@ from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
 from gpulease.client.bench.suite import RunSize, measure_requests, measure_round_trips, measure_with_direct_calls
 from gpulease.client.console.exit_status import MissingPrerequisite
+from gpulease.client.console.number_range import NumberRange
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.reports import first_card
 from gpulease.client.console.scene import Scene
@@ -163,7 +164,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option("--peers", is_flag=True, help="Instead, print how to compare with other remoting systems.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0.01),
+    type=NumberRange(min=0.01),
     help="With --park or --park-storm: how many minutes to run; by default 10, or 1 with --quick.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")

@@ -10,6 +10,7 @@ from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.console.tables import seconds_text, shown
 from gpulease.client.core.events import EVERY_LEASE, EventStream, ForwardRevoked, LeaseEvent, RefusalStream
 from gpulease.client.core.lease_request import address_of
+from gpulease.client.errors import NotFound
 from gpulease.client.sync.events import LeaseEvents, RegionWatch
 from gpulease.protocol import Phase, Status
 from gpulease.protocol.counts import counted
@@ -35,6 +36,9 @@ def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
             for refusal in watch:
                 click.echo(json.dumps(_refusal_fields(refusal)) if as_json else refusal_text(refusal))
         return
+    if lease_id == EVERY_LEASE:
+        # In the protocol this id stands for all leases.
+        raise NotFound(f"no lease has the id {lease_id}", "See `gpulease leases`")
     with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as stream:
         for event in stream:
             click.echo(json.dumps(_fields(event)) if as_json else event_text(event))

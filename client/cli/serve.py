@@ -5,18 +5,24 @@ import tempfile
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from gpulease.client.cli.daemon_modules import FLEET, PASSES_ON, become_module, words_argument
 from gpulease.client.cli.serve_decode import host_name_option, serve_decode
 from gpulease.client.console.exit_status import needing
+from gpulease.client.console.number_range import NumberRange
 from gpulease.client.console.private_daemon import private_daemon, running_address
+from gpulease.client.core.lease_request import MAX_WIRE_MS
 from gpulease.client.errors import InvalidRequest
 
 STOP_MARGIN_S = 10.0
 """How long a gateway may take to finish requests, in addition to the longest wait and the longest lease, in seconds."""
 
+MAX_KEEP_HOURS = 24 * 366 * 100
+"""A century. A larger number is a typing mistake."""
+
 _POSITIVE = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0)
+_SECONDS = NumberRange(min=0, max=MAX_WIRE_MS // 1000)
 
 
 @click.group()
@@ -87,7 +93,7 @@ def directory(words: tuple[str, ...]) -> None:
 )
 @click.option(
     "--keep-hours",
-    type=click.FloatRange(min=2),
+    type=NumberRange(min=2, max=MAX_KEEP_HOURS),
     default=24,
     show_default=True,
     help="How long the outcomes of requests are kept.",
@@ -100,7 +106,9 @@ def directory(words: tuple[str, ...]) -> None:
 @click.option(
     "--demo", is_flag=True, help="Use the example model and a private store, and start a daemon if none is running."
 )
+@click.pass_context
 def gateway(
+    ctx: click.Context,
     models: Path | None,
     listen: str,
     host_names: tuple[str, ...],
@@ -127,6 +135,8 @@ def gateway(
 
     if models is None and not demo:
         raise click.UsageError("give the models with --models FILE, or use --demo")
+    if demo and ctx.get_parameter_source("store_url") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("leave out --store: --demo uses a private store, and deletes it at the end")
     served = load_models(models or EXAMPLE)
     bounds = GatewayBounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:

@@ -116,8 +116,8 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
         # A string of digits is a mistake with a hint of its own.
         hint = "Give seconds as a number, such as 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{subject} must be a number of seconds, not {quoted(seconds)}", hint)
-    # Round up: a lease of 0.0001 s must not become one of 0 ms.
-    value = math.ceil(seconds * 1000)
+    # Round up: a lease of 0.0001 s must not become one of 0 ms. 1e308 s would be infinitely many milliseconds.
+    value = math.ceil(seconds * 1000) if abs(seconds) <= MAX_WIRE_MS else MAX_WIRE_MS + 1
     if not least_ms <= value <= MAX_WIRE_MS:
         raise InvalidRequest(
             f"{subject} must be from {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {quoted(seconds)} s"

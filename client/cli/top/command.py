@@ -12,6 +12,7 @@ from gpulease.client.cli.top.sample import LeaseLine, Sample, ScreenSamples, lea
 from gpulease.client.cli.top.sampling import Sampler
 from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, View
 from gpulease.client.console.exit_status import die_by_signal
+from gpulease.client.console.number_range import NumberRange
 from gpulease.client.console.tables import is_terminal, output_width
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
@@ -32,7 +33,7 @@ _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s", "gpu_shar
 @click.option(
     "--every",
     "every_s",
-    type=click.FloatRange(MIN_EVERY_S, MAX_EVERY_S),
+    type=NumberRange(MIN_EVERY_S, MAX_EVERY_S),
     metavar="SECONDS",
     help=f"Seconds between samples, from which rates are computed; {EVERY_S:g}, or {ONCE_S:g} for a single frame.",
 )

@@ -15,6 +15,7 @@ import click
 
 from gpulease.client.console.command_group import CommandGroup
 from gpulease.client.console.exit_status import MissingPrerequisite, needing
+from gpulease.client.console.number_range import NumberRange
 from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
 from gpulease.imports import end_imports
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
@@ -53,7 +54,7 @@ _instance = click.option(
 @_instance
 @click.option(
     "--lease-secs",
-    type=click.FloatRange(min=10),
+    type=NumberRange(min=10),
     default=LEASE_S,
     show_default=True,
     help="How long a claim's lease lasts; it is renewed while the claim is prepared.",

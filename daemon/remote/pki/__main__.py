@@ -1,9 +1,10 @@
 """`python -m gpulease.daemon.remote.pki`: the program that `gpulease pki` runs."""
 
 import datetime
+import math
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -17,7 +18,18 @@ MAX_DAYS: Final = 36_500
 """A hundred years. A larger number is a typing mistake, and could exceed the last year that a certificate can
 contain."""
 
-_DAYS = click.FloatRange(min=0, min_open=True, max=MAX_DAYS)
+
+class _Days(click.FloatRange):
+    """Days above 0, at most MAX_DAYS. FloatRange accepts nan, whatever its bounds are."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        days = float(super().convert(value, param, ctx))
+        if math.isnan(days):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return days
+
+
+_DAYS = _Days(min=0, min_open=True, max=MAX_DAYS)
 
 
 class _PkiGroup(click.Group):

@@ -1,7 +1,9 @@
 """An event's line says what its time counts down to."""
 
 import pytest
+from click.testing import CliRunner
 
+from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.lease_events import event_text, refusal_text
 from gpulease.client.core.events import ForwardRevoked, LeaseEvent
 from gpulease.protocol import Phase, Status
@@ -66,3 +68,9 @@ def test_refused_launches(status: Status | int, kernel: str, lost: int, line: st
 def test_a_refused_launch_tells_what_was_lost() -> None:
     told = ForwardRevoked(LeaseId(0xAB), Status.CANCELLED, "k", 0, 0, 0, 0, 2)
     assert refusal_text(told).endswith("2 events before this one were lost (read too slowly)")
+
+
+def test_the_id_0_names_no_lease() -> None:
+    """In the protocol, a subscription to this id is one to all leases."""
+    done = CliRunner().invoke(main, ["events", "0" * 32], env={"GPULEASE_ADDRESS": "unix:/nowhere"})
+    assert (done.exit_code, "no lease has the id" in done.output) == (1, True), done.output

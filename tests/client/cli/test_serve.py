@@ -28,6 +28,11 @@ from helpers.recycling import PATIENT, SETTINGS
             "a store must be sqlite:PATH or postgresql://HOST/DATABASE, not",
         ),
         (["--demo", "--max-in-flight", "0"], 2, "max-in-flight"),
+        (["--demo", "--store", "sqlite:kept.sqlite"], 2, "leave out --store"),
+        (["--demo", "--queue-secs", "nan"], 2, "nan is not a finite number"),
+        (["--demo", "--join-secs", "inf"], 2, "inf is not in the range"),
+        (["--demo", "--body-secs", "1e308"], 2, "is not in the range"),
+        (["--demo", "--keep-hours", "nan"], 2, "nan is not a finite number"),
     ],
 )
 def test_what_it_refuses(words: list[str], status: int, said: str) -> None:

@@ -73,6 +73,12 @@ def test_times_are_rounded_up_to_whole_milliseconds() -> None:
     assert milliseconds(0, "x", least_ms=0) == 0
 
 
+@pytest.mark.parametrize("seconds", [4294968, 1e306, -1e308, -1])
+def test_a_time_that_does_not_fit_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"lease_secs must be from 0.001 s to 4294967 s, not "):
+        GpuBuilder().lease_secs(seconds)
+
+
 def test_where_the_daemon_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GPULEASE_ADDRESS", raising=False)
     assert str(address_of(None)) == DEFAULT_ADDRESS

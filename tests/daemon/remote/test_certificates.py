@@ -89,7 +89,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert (status, "already exists" in said) == (1, True)
     assert run("issue", "--server", "gpu1")[0] == 0
     assert run("issue", "--tenant", "ann", "--days", "0.5")[0] == 0
-    assert run("issue", "--tenant", "eve", "--days", "1e12")[0] == 2
+    for days in ("1e12", "0", "nan", "inf"):
+        assert run("issue", "--tenant", "eve", "--days", days)[0] == 2
     assert run("issue")[0] == run("issue", "--tenant", "a", "--server", "b")[0] == 2
     assert run("revoke", str(folder / "tenant-ann.pem"))[0] == 0
     (tmp_path / "file").write_text("no folder")
