@@ -149,8 +149,9 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
     # A context that the card lends for a submit ends with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
     # Record the full charge of a parked lease, because the next table charges it in full until its worker's state is
-    # proved.
-    off_bytes = 0 if lease.park is None or lease.state is not LeaseState.ACTIVE else lease.park.off_bytes
+    # proved. That also applies to one that ends: the worker that the next table finds may be one that its session has
+    # left. A fence holds only what could not be proved free.
+    off_bytes = 0 if lease.park is None or lease.state is LeaseState.FENCED else lease.park.off_bytes
     # Pass the arguments by position, which is fast: each change to a lease makes a row.
     return LeaseRow(
         lease.lease_id,

@@ -13,7 +13,8 @@
 7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, as is
    a region whose grant was not reported. If its lease does not continue, a region ends with it (`Regions.on_restored`).
 8. A claimed lease keeps the membership deadline on its page. No claim is granted until that deadline moves.
-9. A parkable lease is charged in full until its worker has shown where its session is (`Parking.on_restored`).
+9. A parkable lease is charged in full until its worker has shown where its session is (`Parking.on_restored`), or, if
+   the lease ends, until its worker's bytes are proved free: that may be a worker that the session has left.
 10. Restored leases may exceed the card's capacity, or bounds that have been lowered since. Then no new lease is
    granted.
 """

@@ -1111,6 +1111,13 @@ class TestParkingCampaign(TestParkingAnyOrder):  # type: ignore[valid-type, misc
     settings = settings(FEW, max_examples=600)
 
 
+def check_charges(state: ParkingAnyOrder) -> None:
+    """Check that all bytes on each card are charged to a lease or to the pool."""
+    for card in state.table.cards():
+        charged_bytes = card.held_bytes + card.warm_bytes
+        assert charged_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
+
+
 def test_a_cold_session_may_wait_on_a_card_that_restored_leases_exceed() -> None:
     """The search found it in one of hundreds of runs: a move to such a card is charged nothing until there is room."""
     state = ParkingAnyOrder()
@@ -1178,8 +1185,7 @@ def test_a_worker_behind_a_move_that_has_its_next_worker_is_charged_where_it_is(
     state.move(card="1", is_operator=False, pick=0)
     state.upgrade(is_parked=False, luck=0, pick=0)
     state.broker_is_killed(lost=0, luck=0)
-    for card in state.table.cards():
-        assert card.held_bytes + card.warm_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
+    check_charges(state)
     state.teardown()
 
 
@@ -1300,8 +1306,7 @@ def test_a_submit_whose_sessions_return_has_no_record_is_held_beside_its_lease()
         state.send(worker.answers.pop(0))
     state.broker_is_killed(lost=1, luck=0)
     state.all_is_done(0, 0)
-    for card in state.table.cards():
-        assert card.held_bytes + card.warm_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
+    check_charges(state)
     # The park is proved: an allowance that counted the submit's bytes as the session's would never be met.
     state.kills_happen()
     state.kills_happen()
@@ -1405,4 +1410,42 @@ def test_a_submit_that_the_broker_before_has_dropped_is_not_its_leases_again() -
     assert any(worker.submit_of and worker.ended is Cause.ABANDONED for worker in state.workers.values())
     state.worker_dies(pick=0)
     state.broker_is_killed(lost=1, luck=0)
+    state.teardown()
+
+
+def test_a_worker_that_a_session_has_left_is_charged_behind_the_end_of_its_lease() -> None:
+    """The lease ends while its session is cold, and the broker is killed before it has killed the former worker."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire("ann", 250, 0, 0, is_quick=True)
+    state.all_is_done(0, 0)
+    state.move(0, None, is_operator=True)
+    state.all_is_done(0, 0)
+    state.end_cold(pick=0, is_revoked=False)
+    check_charges(state)
+    state.broker_is_killed(lost=0, luck=0)
+    check_charges(state)
+    state.kills_happen()
+    state.kills_happen()
+    assert [(card.held_bytes, card.warm_bytes) for card in state.table.cards()] == [(0, 0), (0, 0)]
+    state.teardown()
+
+
+def test_bytes_of_a_direct_move_are_charged_behind_the_end_of_its_lease() -> None:
+    """The lease ends while its session waits for room on the other card, and its bytes are in its former worker."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0, is_direct=True)
+    state.acquire("ann", 400, 0, 0, is_quick=True)
+    state.all_is_done(0, 0)
+    state.move(0, "1", is_operator=True)
+    state.worker_acts(pick=0, luck=0, count=4)
+    state.worker_is_heard(pick=0, count=4)
+    state.worker_acts(pick=0, luck=0, count=4)
+    # Another tenant takes the room before the image is there.
+    state.acquire("bob", 650, None, 0, is_quick=True)
+    state.worker_is_heard(pick=0, count=4)
+    assert state.held(CARD.uuid) == 400 + CARD.overhead_bytes
+    state.end_cold(pick=0, is_revoked=True)
+    state.broker_is_killed(lost=0, luck=0)
+    check_charges(state)
     state.teardown()
