@@ -4,6 +4,7 @@ Therefore this file imports only what that takes: an interrupt is handled from a
 start. Until then Python itself prints a traceback.
 """
 
+import os
 import signal
 import sys
 
@@ -11,10 +12,29 @@ from gpulease.imports import begin_imports, end_imports
 from gpulease.interrupts import interrupt_ends_it
 
 
+def _begin() -> None:
+    interrupt_ends_it()
+    _open_standard_files()
+    begin_imports()
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null in place of each standard file that is closed.
+
+    Otherwise a socket or a pipe of the command would get its descriptor: libuv aborts when it closes such a descriptor,
+    and whatever native code or a child prints would be sent through it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # open(2) returns the lowest free descriptor, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
 def gpulease() -> None:
     """Run the command `gpulease`."""
-    interrupt_ends_it()
-    begin_imports()
+    _begin()
     from gpulease.client.cli.__main__ import PROGRAM, main
 
     main(prog_name=PROGRAM)
@@ -26,8 +46,7 @@ run = gpulease
 
 def gpuleased() -> None:
     """Run the daemon."""
-    interrupt_ends_it()
-    begin_imports()
+    _begin()
     from gpulease.daemon.__main__ import main
 
     main(prog_name="gpuleased")
@@ -35,8 +54,7 @@ def gpuleased() -> None:
 
 def gpulease_dra() -> None:
     """Run the driver for Kubernetes."""
-    interrupt_ends_it()
-    begin_imports()
+    _begin()
     from gpulease.client.integrations.kubernetes.__main__ import main
 
     main(prog_name="gpulease-dra")
@@ -44,8 +62,7 @@ def gpulease_dra() -> None:
 
 def gpulease_slurm() -> None:
     """Run the commands for Slurm."""
-    interrupt_ends_it()
-    begin_imports()
+    _begin()
     from gpulease.client.integrations.slurm.__main__ import main
 
     end_imports()
@@ -57,8 +74,7 @@ def module_of_daemon() -> None:
 
     The process ends as every command does.
     """
-    interrupt_ends_it()
-    begin_imports()
+    _begin()
     # Let a closed pipe end the process silently, as it ends most programs.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from gpulease import entry_points
+from gpulease.client import GpuBuilder, GpuSession
 from helpers.daemon import python_environment
-from helpers.waiting import PATIENCE_S
+from helpers.waiting import PATIENCE_S, wait_until
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 SCRIPTS: dict[str, str] = PROJECT["scripts"]
@@ -92,3 +93,22 @@ def test_an_interrupt_at_any_time_prints_no_traceback(script: str, tmp_path: Pat
         assert "Aborted" not in said, (delay_s, said)
         # The signal ended it, or a shell's status says so; it stopped as the daemon does; or it had failed before.
         assert process.returncode in {-signal.SIGINT, 128 + signal.SIGINT, 0, 1, 2, 69}, (delay_s, said)
+
+
+@pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
+def test_the_daemon_runs_with_standard_files_closed(closed: list[int], tmp_path: Path) -> None:
+    """Without /dev/null in their place, libuv aborts the daemon when it closes its own file of that number."""
+    address = f"unix:{tmp_path}/d.sock"
+    code = "from gpulease.entry_points import gpuleased; gpuleased()"
+    shell = f'exec "$@" {" ".join(f"{number}>&-" for number in closed)}'
+    command = ["bash", "-c", shell, "bash", sys.executable, "-P", "-c", code, *WORK["gpuleased"](tmp_path)]
+    process = subprocess.Popen(command, env=python_environment())
+    try:
+        wait_until(lambda: (tmp_path / "d.sock").exists() or process.poll() is not None, "it listens")
+        with GpuBuilder(address).min_vram("1MiB").acquire() as lease, GpuSession(lease) as session:
+            session.sync()
+            opened = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in closed]
+        assert opened == [os.devnull] * len(closed)
+    finally:
+        process.terminate()
+    assert process.wait(PATIENCE_S) == 0
