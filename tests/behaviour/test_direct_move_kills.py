@@ -15,16 +15,19 @@ import pytest
 from gpulease.client import GpuSessionFailed
 from helpers.parking_scene import InBackground, Parked, ParkingNode, own_node
 from helpers.processes import continue_process, stop_process
-from helpers.stopping_worker import BORROW_STEPS, LEND_STEPS
+from helpers.stopping_worker import BORROW_KILL_STEPS, BORROW_STEPS, LEND_KILL_STEPS, LEND_STEPS
 from helpers.waiting import PATIENCE_S, wait_until
 
 CARDS = 2
-HANGING = [*((step, "former") for step in LEND_STEPS), *((step, "next") for step in BORROW_STEPS)]
-LENDING = [(step, whom) for step in LEND_STEPS for whom in ("former", "broker", "former, broker", "zygote")]
+HANGING = [*((step, "former") for step in LEND_KILL_STEPS), *((step, "next") for step in BORROW_KILL_STEPS)]
+# The worker that outlives the broker goes on from its step, and reports it to the next broker. So each step counts.
+LENDING = [
+    *((step, "broker") for step in LEND_STEPS),
+    *((step, whom) for step in LEND_KILL_STEPS for whom in ("former", "former, broker", "zygote")),
+]
 BORROWING = [
-    (step, whom)
-    for step in BORROW_STEPS
-    for whom in ("former", "next", "broker", "former, broker", "next, broker", "zygote")
+    *((step, whom) for step in BORROW_STEPS for whom in ("broker", "former, broker")),
+    *((step, whom) for step in BORROW_KILL_STEPS for whom in ("former", "next", "next, broker", "zygote")),
 ]
 
 
@@ -158,7 +161,7 @@ def test_a_worker_that_hangs_in_any_step_of_a_direct_move(step: str, whom: str, 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("step", [*LEND_STEPS, *BORROW_STEPS])
+@pytest.mark.parametrize("step", [*LEND_KILL_STEPS, *BORROW_KILL_STEPS])
 def test_a_broker_that_stops_for_a_while_in_any_step_of_a_direct_move(step: str, node: ParkingNode) -> None:
     with node.parked(step if step in LEND_STEPS else "") as scene:
         doing, _ = under_way(node, scene, step)
@@ -174,7 +177,7 @@ def test_a_broker_that_stops_for_a_while_in_any_step_of_a_direct_move(step: str,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("step", BORROW_STEPS)
+@pytest.mark.parametrize("step", BORROW_KILL_STEPS)
 def test_a_move_needs_nothing_more_of_a_former_worker_that_has_lent_its_pages(step: str, node: ParkingNode) -> None:
     with node.parked() as scene:
         doing, former = under_way(node, scene, step)

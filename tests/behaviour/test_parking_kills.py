@@ -14,7 +14,15 @@ import pytest
 
 from gpulease.client import Busy, GpuLeaseError, GpuSessionFailed, RegionFenced, RegionRevoked
 from helpers.parking_scene import MIB, PART, SLICE, InBackground, Parked, ParkingNode, own_node
-from helpers.stopping_worker import ARRIVE_STEPS, LEAVE_STEPS, PARK_STEPS, RETURN_STEPS, STEPS
+from helpers.stopping_worker import (
+    ARRIVE_STEPS,
+    KILL_STEPS,
+    LEAVE_STEPS,
+    MOVE_KILL_STEPS,
+    PARK_STEPS,
+    RETURN_STEPS,
+    STEPS,
+)
 from helpers.waiting import PATIENCE_S, wait_until
 
 
@@ -76,7 +84,7 @@ def test_a_killed_broker_finds_the_session_in_any_step(step: str, node: ParkingN
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", KILL_STEPS)
 @pytest.mark.parametrize("whom", ["worker", "zygote", "both, and the broker"])
 def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: ParkingNode) -> None:
     with node.parked(step, loses_zygote=whom != "worker") as scene:
@@ -109,8 +117,15 @@ def on_the_way(node: ParkingNode, scene: Parked, step: str) -> InBackground:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("step", [*LEAVE_STEPS, *ARRIVE_STEPS])
-@pytest.mark.parametrize("whom", ["worker", "broker", "both", "zygote", "zygote and broker"])
+@pytest.mark.parametrize(
+    ("whom", "step"),
+    [
+        *(("broker", step) for step in (*LEAVE_STEPS, *ARRIVE_STEPS)),
+        *((whom, step) for step in MOVE_KILL_STEPS for whom in ("worker", "zygote")),
+        # In these the next broker finds no worker, whatever the step.
+        *((whom, step) for step in ("imaged", "arriving") for whom in ("both", "zygote and broker")),
+    ],
+)
 def test_a_kill_on_the_way_to_another_worker(whom: str, step: str, node: ParkingNode) -> None:
     loses_zygote = whom.startswith("zygote")
     with node.parked(step if step in LEAVE_STEPS else "", loses_zygote=loses_zygote) as scene:
@@ -191,7 +206,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on
         scene.check_gone()
 
 
-HANGING = ("returning", "copying back", "returned", "arriving", "adopting", "adopted")
+HANGING = ("returning", "returned", "arriving", "adopted")
 """Steps of a return, warm or cold, at which no timer of the lease table runs."""
 
 

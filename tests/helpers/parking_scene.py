@@ -24,7 +24,7 @@ from helpers.processes import continue_process
 from helpers.waiting import PATIENCE_S, wait_until
 
 MIB = 1 << 20
-SLICE, PART = 24 * MIB, 4 * MIB
+SLICE, PART = 12 * MIB, 2 * MIB
 CONFIG = """
 audit = "{audit}"
 [limits]

@@ -32,6 +32,14 @@ LEND_STEPS: Final = ("ordered", "moved", "lending", "leaving", "imaged")
 BORROW_STEPS: Final = ("arriving", "adopting", "adopted", "copying back", "returned")
 """Steps of a direct move in the worker to which the pages are lent."""
 
+# The broker's state changes only with a worker's messages, and what a dead worker held goes with it. So a worker's end
+# has the same effect in all steps between two messages. Of these, one is here.
+KILL_STEPS: Final = ("copying", "moved", "wanted", "copying back")
+LEND_KILL_STEPS: Final = ("ordered", "lending", "imaged")
+BORROW_KILL_STEPS: Final = ("arriving", "adopted", "returned")
+MOVE_KILL_STEPS: Final = ("leaving", "imaged", "arriving", "returned")
+"""Of LEAVE_STEPS and ARRIVE_STEPS."""
+
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
