@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 OTHER = CARD[:-1] + "2"
-GAP = range(100, 140)
+GAP = range(300, 340)
 """Numbers of samples that are missing."""
 
 
@@ -41,8 +41,7 @@ def history(*, is_told: bool) -> list[LoadSample]:
     return found
 
 
-@pytest.fixture
-def scene() -> Scene:
+def five_leases() -> Scene:
     name = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
     leases = [
         lease(0xA1 << 120, "ann", size_bytes=20 * GIB, allocated_bytes=13 * GIB, remaining_ms=4_800_000),
@@ -59,41 +58,69 @@ def scene() -> Scene:
     return Scene(cards, leases, loads=loads)
 
 
-@pytest.fixture
-def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
-    path = tmp_path / "token"
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("web") / "token"
     path.write_text(TOKEN)
     path.chmod(0o600)
-    with WebRig(scene, path) as rig:
+    return path
+
+
+# A browser, a web process and a new window each take longer than most tests, so they share them.
+
+
+@pytest.fixture(scope="module")
+def shared_rig(token_file: Path) -> Iterator[WebRig]:
+    with WebRig(five_leases(), token_file) as rig:
+        yield rig
+
+
+@pytest.fixture
+def scene(shared_rig: WebRig) -> Scene:
+    """What the shared web process shows. Events and a fleet would stay, so their tests have a web process each."""
+    vars(shared_rig.scene).update(vars(five_leases()))
+    return shared_rig.scene
+
+
+@pytest.fixture
+def rig(token_file: Path) -> Iterator[WebRig]:
+    """A web process of this test alone."""
+    with WebRig(five_leases(), token_file) as rig:
         yield rig
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """The browser for all tests here, because its start takes longer than most of them."""
     with Browser() as browser:
         SHARED_PROCESSES.add(browser.pid)
         yield browser
         SHARED_PROCESSES.remove(browser.pid)
 
 
-@pytest.fixture
-def page(chromium: Browser) -> Browser:
-    """An empty page, without a token."""
-    chromium.turn_over()
-    return chromium
-
-
-@pytest.fixture
-def browser(rig: WebRig, page: Browser) -> Browser:
-    """The page, opened by an operator."""
-    page.open(rig.url)
-    page.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
-    page.open(rig.url)
+def signed_in(page: Browser, url: str) -> Browser:
+    """Return the page, opened by an operator."""
+    look_at(page, 1280, "light")
+    page.open(url)
+    if page.run("return sessionStorage.getItem('gpulease-token')") != TOKEN:
+        page.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
+        page.open(url)
     page.wait_for("#totals", "5 leases of 4 tenants")
     drawn = "return document.querySelector('.plot .line.used').getAttribute('d')?.length > 0"
     wait_until(lambda: page.run(drawn), "the plots are drawn")
+    page.complaints()
     return page
+
+
+@pytest.fixture
+def browser(chromium: Browser, shared_rig: WebRig, scene: Scene) -> Browser:
+    """The page of the shared web process."""
+    return signed_in(chromium, shared_rig.url)
+
+
+@pytest.fixture
+def own_page(chromium: Browser, rig: WebRig) -> Browser:
+    """The page of the test's own web process."""
+    return signed_in(chromium, rig.url)
 
 
 def keep_screen(browser: Browser, path: Path) -> None:
@@ -212,7 +239,8 @@ def test_regions_are_in_the_bar_in_their_shares(browser: Browser, scene: Scene) 
 
 
 @pytest.mark.exhaustive
-def test_an_event_names_id_size_and_card(browser: Browser, rig: WebRig, scene: Scene) -> None:
+def test_an_event_names_id_size_and_card(own_page: Browser, rig: WebRig) -> None:
+    browser, scene = own_page, rig.scene
     scene.leases.append(lease(0xE1 << 120, "ann", parent=f"{0xA1 << 120:032x}", size_bytes=3 * GIB))
     browser.wait_for("tbody", "3 GiB")
     for lease_id in (0xC1 << 120, 0xE1 << 120):
@@ -240,7 +268,7 @@ def test_a_list_that_is_cut_says_how_many_rows_are_left(browser: Browser, scene:
 
 
 @pytest.mark.exhaustive
-def test_plots_span_what_was_sampled(browser: Browser, rig: WebRig) -> None:
+def test_plots_span_what_was_sampled(browser: Browser) -> None:
     assert browser.texts(".plot .x")[1].split("\n") == ["60 min", "45", "30", "15", "now"]
     minutes = Scene()
     now_ns = time.monotonic_ns()
@@ -274,15 +302,18 @@ window.fetch = async (path, options) => {
 
 
 @pytest.mark.exhaustive
-def test_plots_span_what_was_sampled_whichever_comes_first(browser: Browser, rig: WebRig) -> None:
-    browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=HISTORY_FIRST)
-    browser.open(rig.url)
+def test_plots_span_what_was_sampled_whichever_comes_first(browser: Browser, shared_rig: WebRig) -> None:
+    script = browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=HISTORY_FIRST)
+    browser.open(shared_rig.url)
     browser.wait_for("#totals", "5 leases of 4 tenants")
+    browser.devtools("Page.removeScriptToEvaluateOnNewDocument", **script)
     assert browser.texts(".plot .x")[1].split("\n") == ["60 min", "45", "30", "15", "now"]
 
 
 @pytest.mark.exhaustive
-def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
+def test_the_filter_and_copying_an_id(own_page: Browser, rig: WebRig) -> None:
+    browser = own_page
+
     def shown() -> list[str]:
         script = "return [...document.querySelectorAll('tbody .tenant')].filter(one => one.checkVisibility())"
         return [str(text) for text in browser.run(f"{script}.map(one => one.textContent)")]
@@ -336,10 +367,11 @@ def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -
 
 
 @pytest.mark.exhaustive
-def test_who_is_no_operator_has_nothing_to_press(page: Browser, rig: WebRig) -> None:
-    page.open(rig.url)
-    page.wait_for("#totals", "5 leases of 4 tenants")
-    found: Any = page.run(
+def test_who_is_no_operator_has_nothing_to_press(browser: Browser, shared_rig: WebRig) -> None:
+    browser.run("sessionStorage.clear()")
+    browser.open(shared_rig.url)
+    browser.wait_for("#totals", "5 leases of 4 tenants")
+    found: Any = browser.run(
         "return [...document.querySelectorAll('main button, header button')]"
         ".filter(one => one.checkVisibility() && !one.closest('.bar')).map(one => one.id || one.className)"
     )
@@ -347,7 +379,8 @@ def test_who_is_no_operator_has_nothing_to_press(page: Browser, rig: WebRig) -> 
 
 
 @pytest.mark.exhaustive
-def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebRig, scene: Scene) -> None:
+def test_a_fleet_is_shown_with_its_horizon_and_names(own_page: Browser, rig: WebRig) -> None:
+    browser, scene = own_page, rig.scene
     assert browser.run("return document.getElementById('fleet').hidden"), "a node without a fleet shows none"
     rig.notify_page(FleetMembership("gpu1", 0, 0))
     browser.wait_for("#fleet-horizon", "not joined")

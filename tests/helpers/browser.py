@@ -73,18 +73,6 @@ class Browser:
 
     # --- the page ---
 
-    def turn_over(self) -> None:
-        """Replace the page with an empty one, without the earlier page's cookies, cache, storage or permissions."""
-        fresh = self._ask("POST", "/window/new", {"type": "window"})["handle"]
-        self._ask("DELETE", "/window", None)
-        self._ask("POST", "/window", {"handle": fresh})
-        # These belong to the browser, or to an address that another test's server may now have.
-        self.devtools("Network.clearBrowserCookies")
-        self.devtools("Network.clearBrowserCache")
-        self.devtools("Storage.clearDataForOrigin", origin="*", storageTypes="all")
-        self.devtools("Browser.resetPermissions")
-        self.complaints()
-
     def open(self, url: str) -> None:
         """Open a URL, and wait until the page is loaded."""
         self._ask("POST", "/url", {"url": url})
