@@ -7,6 +7,7 @@ body, where it calls no profile function. The client's loops all contain calls.)
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from types import CodeType, FrameType
@@ -19,6 +20,10 @@ from helpers.waiting import wait_until
 
 PASSES = 2
 """Maximum number of times that a point counts in one run, because the number of polls in a wait depends on the host."""
+
+MOST_FIRSTS = 4
+"""Number of first points after which a second point is used: in an operation's quarters, there is more to clean up in
+each."""
 
 IGNORED_FUNCTIONS = frozenset({"__del__", "<genexpr>", "<lambda>"})
 """Functions in which Python discards an exception, and generators: tracing shows a call when Python closes one."""
@@ -100,15 +105,22 @@ class InterruptPoints:
         """Interrupt the operation at each point that it reaches, and again at each point that it reaches after that.
 
         Yields after each pair. `end` is as in `walk`. Only one in `every` first points is used. If the same points
-        follow several first points, only one of the first points is used, because the clean-up is the same.
+        follow several first points, only one of the first points is used, because the clean-up is the same. Of the
+        others, each second point is used after MOST_FIRSTS.
         """
-        walked = set[frozenset[PointKey]]()
+        walked, uses = set[frozenset[PointKey]](), Counter[PointKey]()
         end(self._run(operation))
-        for first in islice(self._not_walked(), 0, None, every):
+        firsts = [*islice(self._not_walked(), 0, None, every)]
+        sweeps = max(1, len(firsts) // MOST_FIRSTS)
+        # Each sweep passes through the whole operation.
+        for first in [first for start in range(sweeps) for first in firsts[start::sweeps]]:
             before, self._met, self._walks_from = self._met, {}, 1
             end(self._run(operation, first))
             path = frozenset(self._met)
             for second in () if path in walked else self._not_walked():
+                if uses[second.key] == MOST_FIRSTS:
+                    continue
+                uses[second.key] += 1
                 end(self._run(operation, first, second))
                 if self.interrupts == len((first, second)):
                     yield first, second
