@@ -27,20 +27,20 @@ from gpulease.daemon.config.settings import Config
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.host.memory_cleanup import collect_rarely
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    CoreLimits,
     Event,
     FreeRequested,
     Granted,
-    LeaseTable,
-    LeaseTerms,
     RenewRequested,
     ShutdownRequested,
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.writer import JsonShape, QueueingHandler
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.workers.registry import Workers

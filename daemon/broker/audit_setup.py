@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import Card
+from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LastRecords, LogSettings, last_records
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import FactRecorder, LogRecorder

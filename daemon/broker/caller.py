@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens
-from gpulease.daemon.leases import RequestDenied
+from gpulease.daemon.leases.events import RequestDenied
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.fast_dataclass import dataclass

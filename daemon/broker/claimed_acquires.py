@@ -17,7 +17,9 @@ from gpulease.daemon.broker.name_claims import (
     QuotaRequest,
     release_all,
 )
-from gpulease.daemon.leases import AcquireRequested, AcquireStep, Checked, Event, LeaseTable
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
+from gpulease.daemon.leases.events import AcquireRequested, Event
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS

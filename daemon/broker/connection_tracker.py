@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.leases import ConnectionsChanged, Event, LeaseTable, SubmitState
+from gpulease.daemon.leases.events import ConnectionsChanged, Event
+from gpulease.daemon.leases.model import SubmitState
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.workers.registry import Workers
 
 TAKEOVER_WAIT_MS: Final = 60_000

@@ -72,7 +72,10 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import Card, ClaimsLost, Event, LeaseTable, MembershipDeadlineMoved
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import Event
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event

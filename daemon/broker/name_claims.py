@@ -9,7 +9,7 @@ vouches for that. Bytes of a quota are claimed in the same way, for tenants that
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from gpulease.daemon.leases import LeaseSnapshot, LeaseTerms
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseTerms
 from gpulease.protocol.failures import Failure
 
 

@@ -17,7 +17,8 @@ from gpulease.daemon.broker.health import Health
 from gpulease.daemon.gpus.source import POLL_ERRORS, CardSource
 from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.daemon.host.version import VERSION
-from gpulease.daemon.leases import LeaseState, LeaseTable
+from gpulease.daemon.leases.model import LeaseState
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder

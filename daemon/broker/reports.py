@@ -7,19 +7,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter
-from gpulease.daemon.leases import (
-    CardSnapshot,
-    DrainSet,
-    LeasePhase,
-    LeaseSnapshot,
-    LeaseTable,
-    ParkSnapshot,
-    RegionRow,
-    SubmitSnapshot,
-    ms_until,
-    remaining_ms,
-)
+from gpulease.daemon.leases.devices import CardSnapshot
+from gpulease.daemon.leases.events import DrainSet
+from gpulease.daemon.leases.model import LeaseSnapshot, SubmitSnapshot
+from gpulease.daemon.leases.park_state import ParkSnapshot
 from gpulease.daemon.leases.parking import Parking, ParkPace
+from gpulease.daemon.leases.persisted import RegionRow
+from gpulease.daemon.leases.quotas import LeasePhase, ms_until, remaining_ms
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.messages import DrainStatus, Inventory, InventoryEntry

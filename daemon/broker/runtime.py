@@ -30,13 +30,13 @@ from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.loop_polling import LoopPolling
 from gpulease.daemon.host.periodic_task import PeriodicTask
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.acquire_steps import Checked
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     AdoptSession,
     ArmTimer,
     CapacityChanged,
-    Card,
-    Checked,
     CopyAhead,
     DrainTimerFired,
     DropParkMemory,
@@ -51,9 +51,6 @@ from gpulease.daemon.leases import (
     LeaseMoved,
     LeaseParked,
     LeaseReturned,
-    LeaseSnapshot,
-    LeaseState,
-    LeaseTable,
     LeaveSession,
     OpenRegion,
     Outcome,
@@ -76,7 +73,6 @@ from gpulease.daemon.leases import (
     ReturnSession,
     ScrubWorker,
     SetDeadline,
-    SetMembershipDeadline,
     SetRegion,
     SlicesCleared,
     SpawnSubmit,
@@ -89,14 +85,14 @@ from gpulease.daemon.leases import (
     TimerKind,
     WaitTimerFired,
     WarmEnded,
-    WarmState,
     WarmUp,
     Warned,
     WatchClients,
-    WorkerKind,
     WorkerReplaced,
-    kind_of,
 )
+from gpulease.daemon.leases.membership_events import SetMembershipDeadline
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseState, WarmState, WorkerKind, kind_of
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder

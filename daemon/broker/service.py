@@ -47,15 +47,11 @@ from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
 from gpulease.daemon.host.thread_pool import LoopThreadPool
 from gpulease.daemon.host.unix_place import CHECK_INTERVAL_S
-from gpulease.daemon.leases import (
-    Card,
-    CardRow,
-    Cause,
-    LeaseTable,
-    PoolTimerFired,
-    ShutdownRequested,
-    TenantRulesChanged,
-)
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import PoolTimerFired, ShutdownRequested, TenantRulesChanged
+from gpulease.daemon.leases.model import Cause
+from gpulease.daemon.leases.persisted import CardRow
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.place_log import log_restoring_fault
 from gpulease.daemon.log.writer import log_event

@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     Effect,
     EndRegion,
     KillWorker,
     LeaseEnded,
-    LeasePhase,
-    LeaseSnapshot,
-    LeaseTable,
     ProveReclaimed,
     RefuseWork,
     SetDeadline,
     SetRegion,
     Warned,
 )
+from gpulease.daemon.leases.model import LeaseSnapshot
+from gpulease.daemon.leases.quotas import LeasePhase
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS, MAX_TEXT_BYTES

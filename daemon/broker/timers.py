@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
-from gpulease.daemon.leases import Event, TimerFired, TimerKind
+from gpulease.daemon.leases.events import Event, TimerFired, TimerKind
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 

@@ -12,8 +12,9 @@ from gpulease.daemon.capabilities.claims import CapabilityDenied, Claims, Demand
 from gpulease.daemon.capabilities.keys import KeyFileBroken, KeyRing, load_or_make, save
 from gpulease.daemon.contract.guests import Guest, mark_of
 from gpulease.daemon.host.cannot_start import Misconfigured
-from gpulease.daemon.leases import Denial, LeaseSnapshot, LeaseTable
-from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.leases.denials import Denial, not_found
+from gpulease.daemon.leases.model import LeaseSnapshot
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.failures import Failure, Refused

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol, assert_never
 from gpulease.daemon.broker.handlers.admin_requests import drain_event, shown_reason
 from gpulease.daemon.broker.reports import drain_status
 from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     DrainSet,
     Event,
     FenceClearRequested,

@@ -29,7 +29,7 @@ from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.host.unix_place import BACKLOG
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
-from gpulease.daemon.leases import LeaseTable
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings

@@ -1,7 +1,7 @@
 """What a worker is made for, from the effect of the lease table that orders it."""
 
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.leases import RestartWorker, SpawnSubmit, SpawnWorker
+from gpulease.daemon.leases.events import RestartWorker, SpawnSubmit, SpawnWorker
 from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.opcodes import Exclusivity
 

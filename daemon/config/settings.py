@@ -21,8 +21,9 @@ from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.daemon.host.cannot_start import Misconfigured
 from gpulease.daemon.host.memory_limit import MemoryLimit
 from gpulease.daemon.host.regular_files import open_regular
-from gpulease.daemon.leases import Card, CoreLimits, PlacementOrder, Recycling
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import Card, PlacementOrder
+from gpulease.daemon.leases.model import Recycling
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 from gpulease.daemon.log.writer import FORMATS, LEVELS, LogStyle
 from gpulease.daemon.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.remote.tls_settings import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable
-from gpulease.daemon.leases import CardRow
+from gpulease.daemon.leases.persisted import CardRow
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 

@@ -18,7 +18,7 @@ from gpulease.daemon.gpus import cuinit
 from gpulease.daemon.gpus.diagnosis import NO_LIBRARY, Library, describe_host, diagnose, no_cards
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, SharedCall
 from gpulease.daemon.gpus.visible_cards import HostCard, visible_cards
-from gpulease.daemon.leases import CardRow
+from gpulease.daemon.leases.persisted import CardRow
 
 RESERVE_BYTES: Final = 256 << 20
 """Bytes subtracted from every card's capacity, because the driver's own use grows a little with the number of contexts.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Final, Generic, Protocol, TypeVar
 
 from gpulease.daemon.host.cannot_start import CannotStart
-from gpulease.daemon.leases import CardRow
+from gpulease.daemon.leases.persisted import CardRow
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.back_off import back_off_s

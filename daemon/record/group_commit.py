@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
 
 from gpulease.daemon.host.processes import start_thread
-from gpulease.daemon.leases import Denial, Event, Granted, RegionGranted, RequestDenied, RevokeRequested
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import Event, Granted, RegionGranted, RequestDenied, RevokeRequested
 from gpulease.daemon.leases.warm_pool import RECORD_LIMIT_S
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event

@@ -11,10 +11,9 @@ also change it (`SetDeadline`, `Warned`).
 from enum import Enum
 from typing import Any, Final, NamedTuple, get_args
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     CapacityChanged,
-    Cause,
     DrainCancelled,
     DrainRequested,
     DrainSet,
@@ -29,7 +28,6 @@ from gpulease.daemon.leases import (
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
-    LeaseSnapshot,
     MoveRequested,
     ParkFailed,
     ParkRequested,
@@ -58,7 +56,6 @@ from gpulease.daemon.leases import (
     SubmitEnded,
     SubmitFenced,
     SubmitReady,
-    SubmitRequested,
     WarmEnded,
     WorkerExited,
     WorkerFailed,
@@ -66,6 +63,7 @@ from gpulease.daemon.leases import (
     WorkerReplaced,
     WorkerScrubbed,
 )
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, SubmitRequested
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.record.audit.records import RecordKind

@@ -6,12 +6,10 @@ The history remembers open requests and live leases. Its only I/O is a log line 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    AcquireStep,
     CapacityChanged,
-    Cause,
-    Checked,
     Effect,
     Event,
     Granted,
@@ -22,8 +20,6 @@ from gpulease.daemon.leases import (
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
-    LeaseSnapshot,
-    LeaseState,
     ParkFailed,
     RecycleWorker,
     RefuseWork,
@@ -43,12 +39,11 @@ from gpulease.daemon.leases import (
     WarmEnded,
     WorkerExited,
     WorkerFailed,
-    WorkerKind,
     WorkerReady,
     WorkerReplaced,
     WorkerScrubbed,
-    kind_of,
 )
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, WorkerKind, kind_of
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event

@@ -11,13 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
-from gpulease.daemon.leases import (
-    Cause,
-    Denial,
-    Event,
-    LeaseSnapshot,
-    RequestDenied,
-)
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import Event, RequestDenied
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import WARNING, LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields

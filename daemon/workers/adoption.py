@@ -14,18 +14,9 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import PageState, Transfer, boot_ns
 from gpulease.daemon.host.processes import has_ended, is_exiting, name_of
-from gpulease.daemon.leases import (
-    Cause,
-    Event,
-    LeaseRestored,
-    LeaseRow,
-    LeaseState,
-    MembershipDeadline,
-    RegionRestored,
-    RegionRow,
-    SubmitFound,
-    WorkerFound,
-)
+from gpulease.daemon.leases.events import Event, LeaseRestored, RegionRestored, SubmitFound, WorkerFound
+from gpulease.daemon.leases.model import Cause, LeaseState, MembershipDeadline
+from gpulease.daemon.leases.persisted import LeaseRow, RegionRow
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers

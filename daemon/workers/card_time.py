@@ -29,7 +29,8 @@ from gpulease.daemon.contract.control_page import (
 )
 from gpulease.daemon.contract.messages import LatencyWord
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
-from gpulease.daemon.leases import CoreLimits, LeaseTable
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.time_account import LeaseTimeUse, RoundTimes, TimeAccount
 from gpulease.daemon.leases.time_shares import FINE_NS, LAPSE_NS, SharedSession, TimeShares
 from gpulease.daemon.leases.time_turns import ROUND_NS

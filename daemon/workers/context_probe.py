@@ -13,8 +13,8 @@ from typing import Final
 
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
-from gpulease.daemon.leases import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.leases.devices import Others
+from gpulease.daemon.leases.events import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.workers.monitors import UnlistedSince
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.fast_dataclass import dataclass

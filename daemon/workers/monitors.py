@@ -20,22 +20,19 @@ from gpulease.daemon.gpus.source import POLL_ERRORS, CardReading, CardSource, Ca
 from gpulease.daemon.host.cancellation import cancel_all
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     CardPolled,
-    Cause,
     Event,
-    LeaseState,
-    LeaseTable,
     ProveRegion,
     ReclaimProved,
     RegionProved,
     SessionCondemned,
-    WorkerKind,
     WorkerReady,
     WorkerScrubbed,
     WorkerUnlisted,
-    kind_of,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState, WorkerKind, kind_of
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers

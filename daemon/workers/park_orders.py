@@ -17,14 +17,13 @@ from gpulease.daemon.contract.control_page import SESSION_USES, Counter, sealed_
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     AdoptSession,
     CopyAhead,
     DropParkMemory,
     Event,
     GiveParkMemory,
     LeaseLeft,
-    LeaseTable,
     LeaveSession,
     ParkSession,
     RefuseWaitingOperations,
@@ -41,6 +40,7 @@ from gpulease.daemon.leases import (
     WatchClients,
 )
 from gpulease.daemon.leases.parking import host_bytes_of
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text

@@ -12,12 +12,9 @@ from typing import Final
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.message_fields import U64_MAX, Message
 from gpulease.daemon.contract.regions_page import BrokerRegionsPage
-from gpulease.daemon.leases import (
-    Cause,
+from gpulease.daemon.leases.events import (
     EndRegion,
     Event,
-    LeaseSnapshot,
-    LeaseState,
     OpenRegion,
     RegionEnded,
     RegionOpened,
@@ -29,6 +26,7 @@ from gpulease.daemon.leases import (
     SetRegion,
     SliceResized,
 )
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers

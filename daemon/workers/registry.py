@@ -49,8 +49,7 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
-from gpulease.daemon.leases import (
-    Cause,
+from gpulease.daemon.leases.events import (
     Event,
     SessionCondemned,
     SessionFaulted,
@@ -58,6 +57,7 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import Cause
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text

@@ -5,7 +5,7 @@ Several causes share one status, so a broker that takes over a worker reads the 
 
 from typing import Final
 
-from gpulease.daemon.leases import Cause
+from gpulease.daemon.leases.model import Cause
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.opcodes import Status
 

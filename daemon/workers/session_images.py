@@ -33,7 +33,7 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.contract.regions_page import BrokerRegionsPage
 from gpulease.daemon.contract.session_image import IMAGE_VERSIONS
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, fd_groups, receive_message, send_message
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     Event,
     RegionEnded,
     RegionRefused,

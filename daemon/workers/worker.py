@@ -19,7 +19,7 @@ from gpulease.daemon.contract.messages import AttachOrder, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
-from gpulease.daemon.leases import Cause
+from gpulease.daemon.leases.model import Cause
 from gpulease.daemon.record.metrics.families import SESSION_FAMILIES, MetricFamily
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import ZygoteClient

@@ -16,7 +16,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 
-from gpulease.daemon.leases import PoolTimerFired, ShutdownRequested
+from gpulease.daemon.leases.events import PoolTimerFired, ShutdownRequested
 from gpulease.daemon.record.metrics import families
 from gpulease.protocol import Opcode
 from gpulease.protocol import messages as m

@@ -11,8 +11,9 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.leases import Card, CoreLimits, LeaseTable
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol import Connection, Goodbye, LocalProtocolError, Opcode, Reply, Role
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, SESSION_PERMISSIONS, Permission

@@ -27,7 +27,8 @@ from gpulease.daemon.contract.messages import AttachOrder
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.host.fair_queue import FairQueue
-from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.leases.events import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.opcodes import Status

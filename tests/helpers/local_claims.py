@@ -24,7 +24,7 @@ from gpulease.daemon.broker.name_claims import (
 )
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.service import Service
-from gpulease.daemon.leases import ClaimsLost, MembershipDeadlineMoved
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 

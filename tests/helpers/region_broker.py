@@ -16,7 +16,8 @@ from gpulease.daemon.contract import messages as told
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.leases import Card, LeaseTable
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.worker import Worker

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_frontend import WebFrontend
-from gpulease.daemon.leases import DrainSet, Outcome, RevokeDone, SlicesCleared
+from gpulease.daemon.leases.events import DrainSet, Outcome, RevokeDone, SlicesCleared
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.http_settings import HttpSettings

@@ -17,7 +17,7 @@ from gpulease.daemon.fleet.directory.fleet_placement import PlaceQuery, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord, inventory_key, node_key
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 
 CARDS: Final = 8
 GIB: Final = 1 << 30

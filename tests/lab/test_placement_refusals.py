@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 
 from .placement_refusals import CARD_GIB, CARDS, GIB, SimulatedFleet, simulate
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from gpulease.client.cli.service import UNITS
 from gpulease.daemon.config.settings import Config, load_config
-from gpulease.daemon.leases import CoreLimits
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 from gpulease.daemon.remote.tls_settings import TlsSettings
 from gpulease.protocol.settings_reader import Declared, declared
 

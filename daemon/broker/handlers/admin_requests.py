@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.reports import drain_status
 from gpulease.daemon.broker.runtime import Result
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     DrainCancelled,
     DrainRequested,
     DrainSet,

@@ -14,17 +14,9 @@ from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.leases import (
-    GuestAttached,
-    LeaseSnapshot,
-    RequestDenied,
-    SessionOpened,
-    SubmitAbandoned,
-    SubmitReady,
-    SubmitRequested,
-    SubmitState,
-)
 from gpulease.daemon.leases.denials import not_found, stuck
+from gpulease.daemon.leases.events import GuestAttached, RequestDenied, SessionOpened, SubmitAbandoned, SubmitReady
+from gpulease.daemon.leases.model import LeaseSnapshot, SubmitRequested, SubmitState
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused

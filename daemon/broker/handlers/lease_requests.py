@@ -13,24 +13,22 @@ from dataclasses import replace
 from gpulease.daemon.broker.caller import Caller, unix_s_after
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import Denial, not_found
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Denial,
     FreeDone,
     FreeRequested,
     Granted,
     GuestAttached,
-    LeaseSnapshot,
-    LeaseTerms,
     MoveRequested,
     ParkRequested,
     Renewed,
     RenewRequested,
     SessionMoved,
     SessionParkDone,
-    remaining_ms,
 )
-from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseTerms
+from gpulease.daemon.leases.quotas import remaining_ms
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE
 from gpulease.protocol.connection import Request

@@ -7,8 +7,8 @@ from typing import Any, Final
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.reports import MAX_LISTED_REGIONS, drain_left_ms, full_report, inventory
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, ConnectionSubscriptions, by_lease_id
-from gpulease.daemon.leases import LeaseSnapshot, LeaseState
 from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseState
 from gpulease.protocol import messages
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused

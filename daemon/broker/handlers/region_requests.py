@@ -10,7 +10,7 @@ from gpulease.daemon.broker.caller import Caller, unix_s_after
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract.regions_page import REGION_GRANULE_BYTES
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     FreeRequested,
     RegionCancelRequested,
     RegionCancelSet,
@@ -18,8 +18,8 @@ from gpulease.daemon.leases import (
     RegionRequested,
     Resized,
     ResizeRequested,
-    remaining_ms,
 )
+from gpulease.daemon.leases.quotas import remaining_ms
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import NODE_LEASE

@@ -25,7 +25,7 @@ from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd_options import FILE, etcd_options
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.host.version import AGENT
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import flush_logs, go_on_logging, log_event
 from gpulease.daemon.remote.node_identity import BadIdentity, IdentityFiles

@@ -11,7 +11,7 @@ from typing import Final
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import NodeView, Room
 from gpulease.daemon.fleet.records.fleet_records import CardRecord
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity

@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
 from gpulease.daemon.fleet.records.fleet_records import GENERATION, HORIZON, INVENTORIES, NAMES, NODES, PREFIX
 from gpulease.daemon.fleet.rules.fleet_events import DEFAULT_TERMS
 from gpulease.daemon.fleet.rules.membership import SILENT_PART
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     DrainCancelled,
     DrainRequested,
     FenceClearRequested,
     FreeRequested,
-    LeaseSnapshot,
     MoveRequested,
     ParkRequested,
     RegionCancelRequested,
@@ -17,8 +16,8 @@ from gpulease.daemon.leases import (
     RenewRequested,
     ResizeRequested,
     RevokeRequested,
-    SubmitRequested,
 )
+from gpulease.daemon.leases.model import LeaseSnapshot, SubmitRequested
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
 from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Fact, FactKind, ReceivedRequest

@@ -11,8 +11,16 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
-from gpulease.daemon.leases import Denial, Event, Granted, LeaseSnapshot, RegionGranted, RequestDenied
-from gpulease.daemon.leases.denials import NO_AUDIT_LOG, invalid_note, not_recorded, note_not_recorded, too_many_notes
+from gpulease.daemon.leases.denials import (
+    NO_AUDIT_LOG,
+    Denial,
+    invalid_note,
+    not_recorded,
+    note_not_recorded,
+    too_many_notes,
+)
+from gpulease.daemon.leases.events import Event, Granted, RegionGranted, RequestDenied
+from gpulease.daemon.leases.model import LeaseSnapshot
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import LastRecords

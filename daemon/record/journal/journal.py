@@ -16,13 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.acquire_steps import Checked
+from gpulease.daemon.leases.denials import Denial, DenialReason, done_but_not_kept, not_kept
+from gpulease.daemon.leases.epochs import HighestEpochs
+from gpulease.daemon.leases.events import (
     AdoptSession,
-    CardRow,
-    Cause,
-    Checked,
-    Denial,
-    DenialReason,
     DrainSet,
     Effect,
     Event,
@@ -34,13 +32,8 @@ from gpulease.daemon.leases import (
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
-    LeaseRow,
-    LeaseSnapshot,
-    LeaseState,
-    LeaseTable,
     OpenRegion,
     Outcome,
-    RecoveredState,
     RefuseWaitingOperations,
     RefuseWork,
     RegionCancelSet,
@@ -50,7 +43,6 @@ from gpulease.daemon.leases import (
     RegionRefused,
     RegionReleased,
     RegionRestored,
-    RegionRow,
     Renewed,
     RequestDenied,
     Resized,
@@ -66,11 +58,10 @@ from gpulease.daemon.leases import (
     StaySession,
     SubmitReady,
     WarmEnded,
-    WorkerKind,
-    kind_of,
 )
-from gpulease.daemon.leases.denials import done_but_not_kept, not_kept
-from gpulease.daemon.leases.epochs import HighestEpochs
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, WorkerKind, kind_of
+from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.table_state import mark_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event

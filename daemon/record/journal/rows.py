@@ -15,18 +15,8 @@ from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
-from gpulease.daemon.leases import (
-    CardRow,
-    Cause,
-    LeaseRow,
-    LeaseSnapshot,
-    LeaseState,
-    LeaseTerms,
-    RecoveredState,
-    RegionRow,
-    RegionState,
-    WarmRow,
-)
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, LeaseTerms, RegionState
+from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow, WarmRow
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, JournalRow
 

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Final
 
-from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
+from gpulease.daemon.leases.devices import CardSnapshot
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseState, WarmSnapshot, WarmState
 from gpulease.daemon.leases.parking import ParkPace
+from gpulease.daemon.leases.wait_queue import WaiterSnapshot
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Labels, MetricFamily
 from gpulease.protocol.fast_dataclass import dataclass

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from gpulease.daemon.leases import Cause, LeaseSnapshot, ParkFailure
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot
+from gpulease.daemon.leases.park_state import ParkFailure
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event

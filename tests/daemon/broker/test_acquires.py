@@ -16,16 +16,12 @@ from gpulease.daemon.broker.runtime import TAKEN_OVER, Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens, TokenService
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.leases import (
-    Card,
-    CoreLimits,
-    LeaseState,
-    LeaseTable,
-    MembershipDeadlineMoved,
-    Outcome,
-    WorkerReady,
-)
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import Outcome, WorkerReady
+from gpulease.daemon.leases.membership_events import MembershipDeadlineMoved
+from gpulease.daemon.leases.model import LeaseState
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.connection import Request

@@ -12,8 +12,8 @@ import pytest
 from gpulease.daemon.broker.audit_setup import CannotRecord, config_digest, open_recorder
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.settings import Config, ConfigError, load_config
-from gpulease.daemon.leases import CoreLimits, PlacementOrder
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import PlacementOrder
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.records import read_head
 

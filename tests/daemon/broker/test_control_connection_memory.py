@@ -14,7 +14,8 @@ from gpulease.daemon.broker.control_connection import ControlConnection
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.leases import CoreLimits, LeaseTable
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty

@@ -36,17 +36,11 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     RecordsUnreadable,
 )
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.leases import (
-    AcquireRequested,
-    Card,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
-    MembershipDeadlineMoved,
-    ReclaimFailed,
-    WorkerExited,
-    WorkerReady,
-)
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import AcquireRequested, ReclaimFailed, WorkerExited, WorkerReady
+from gpulease.daemon.leases.membership_events import MembershipDeadlineMoved
+from gpulease.daemon.leases.model import LeaseState, LeaseTerms
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.sandbox.measures import SandboxSettings

@@ -6,18 +6,18 @@ from typing import Any, cast
 import pytest
 
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.leases import (
-    Card,
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
+    AcquireRequested,
     DrainRequested,
     Event,
-    LeaseTable,
-    LeaseTerms,
     ReclaimFailed,
     RevokeRequested,
     ShutdownRequested,
     WorkerReady,
 )
-from gpulease.daemon.leases.events import AcquireRequested
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.table import LeaseTable
 
 NOW_NS = 10**12
 

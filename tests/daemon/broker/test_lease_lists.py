@@ -15,7 +15,10 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import FAULT, Result, Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
-from gpulease.daemon.leases import AcquireRequested, Card, FreeDone, FreeRequested, LeaseTable, LeaseTerms
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import AcquireRequested, FreeDone, FreeRequested
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.protocol import Opcode
 from gpulease.protocol.connection import Connection, Reply, Role

@@ -17,7 +17,11 @@ from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
-from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTable, LeaseTerms, WorkerReady
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import AcquireRequested, WorkerReady
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal

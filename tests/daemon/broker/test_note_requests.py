@@ -1,6 +1,6 @@
 """Notes as peers ask for them: who may write one, about what, and what the audit log gets."""
 
-from gpulease.daemon.leases import Denial
+from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.record.audit.recorder import FactRecorder, OnNoteRecorded
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.protocol import messages as m

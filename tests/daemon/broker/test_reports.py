@@ -1,6 +1,6 @@
 from gpulease.client.core.lease import LeaseReport
 from gpulease.daemon.broker.reports import lease_report, orphan_report, park_report
-from gpulease.daemon.leases import LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseState
 from gpulease.protocol.lease_options import EXCLUSIVITY, OPTIONS
 
 

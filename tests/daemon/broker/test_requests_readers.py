@@ -15,7 +15,7 @@ from gpulease.daemon.broker.handlers.attach_requests import AttachHandler
 from gpulease.daemon.broker.handlers.requests import HANDLERS, RequestDispatcher
 from gpulease.daemon.broker.peer import Peer as ControlPeer
 from gpulease.daemon.broker.web_frontend import READER
-from gpulease.daemon.leases import LeaseState
+from gpulease.daemon.leases.model import LeaseState
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.connection import Request, request_trigger
 from gpulease.protocol.connection_states import State, WireTrigger

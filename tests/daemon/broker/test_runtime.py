@@ -18,28 +18,21 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import CONTEXT_BYTES, EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
 from gpulease.daemon.host.ipc import send_message
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    Cause,
-    CoreLimits,
     Effect,
     Event,
     FenceClearRequested,
     FreeDone,
     FreeRequested,
     Granted,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     MoveRequested,
     ParkRequested,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
-    Recycling,
     RegionProved,
     Renewed,
     RequestDenied,
@@ -51,13 +44,22 @@ from gpulease.daemon.leases import (
     SessionParked,
     SessionParkRefused,
     SliceResized,
-    SubmitRequested,
     WaitTimerFired,
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.leases.denials import not_found
+from gpulease.daemon.leases.model import (
+    FIRST_SUBMIT_ID,
+    FIRST_WARM_ID,
+    Cause,
+    LeaseState,
+    LeaseTerms,
+    Recycling,
+    SubmitRequested,
+)
 from gpulease.daemon.leases.park_state import ParkPhase
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.teardown import SCRUB_TIMEOUT_MS
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal

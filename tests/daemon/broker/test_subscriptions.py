@@ -9,21 +9,21 @@ import pytest
 from fuzz.virtual import VirtualLoop, virtual_time
 from gpulease.daemon.broker import subscriptions
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, PeerSubscription, Publisher
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases import quotas
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    CoreLimits,
     DrainRequested,
     Event,
     FreeRequested,
-    LeaseTable,
-    LeaseTerms,
     ReclaimProved,
     RenewRequested,
     WorkerExited,
     WorkerReady,
-    quotas,
 )
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS
 from gpulease.protocol.messages import LeaseEvent, RegionEvent

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpulease.daemon.broker.subscriptions import ConnectionSubscriptions, Publisher
-from gpulease.daemon.leases import Card, LeaseTable
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS
 from gpulease.protocol.messages import LeaseEvent, RegionEvent

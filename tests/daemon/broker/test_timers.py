@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fuzz.virtual import CLOCK, VirtualLoop, virtual_time
 from gpulease.daemon.broker.timers import AFTER_STOP_NS, SLOT_BITS, Timers
-from gpulease.daemon.leases import Event, TimerFired, TimerKind, WaitTimerFired
+from gpulease.daemon.leases.events import Event, TimerFired, TimerKind, WaitTimerFired
 
 MS = 1_000_000
 LATE_NS = 10_000

@@ -24,7 +24,8 @@ from gpulease.daemon.broker.web_actions import (
     WebActionRunner,
 )
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
-from gpulease.daemon.leases import FreeDone, LeaseState, RevokeDone
+from gpulease.daemon.leases.events import FreeDone, RevokeDone
+from gpulease.daemon.leases.model import LeaseState
 from gpulease.daemon.web.web_messages import (
     FROM_WEB,
     ActionOutcome,

@@ -11,7 +11,8 @@ from gpulease.daemon.config.settings import (
     OnStop,
     load_config,
 )
-from gpulease.daemon.leases import PlacementOrder, Recycling
+from gpulease.daemon.leases.devices import PlacementOrder
+from gpulease.daemon.leases.model import Recycling
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress
 

@@ -11,8 +11,8 @@ from gpulease.daemon.config.settings import (
     park_memory_problem,
 )
 from gpulease.daemon.host.memory_limit import MemoryLimit
-from gpulease.daemon.leases import Card, CoreLimits
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 
 TLS = '[tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
 ANN = "[tenants.ann]\nmax_leases = 1\n"

@@ -24,7 +24,7 @@ from gpulease.daemon.contract.control_page import (
     show_why_stays,
     state_of,
 )
-from gpulease.daemon.leases import Cause
+from gpulease.daemon.leases.model import Cause
 from gpulease.protocol.opcodes import Status
 
 FAR = 1 << 62

@@ -4,7 +4,7 @@ import pytest
 
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
-from gpulease.daemon.leases import FIRST_SUBMIT_ID, FIRST_WARM_ID
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, FIRST_WARM_ID
 from gpulease.protocol import Waiting
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.gpus.nvidia import RESERVE_BYTES, UNATTRIBUTED_SLACK_BYTES, NvidiaCards
 from gpulease.daemon.gpus.source import CardsUnavailable
-from gpulease.daemon.leases import CardRow
+from gpulease.daemon.leases.persisted import CardRow
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -4,7 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from gpulease.daemon.leases import Effect, Event, LeaseState, LeaseTable
+from gpulease.daemon.leases.events import Effect, Event
+from gpulease.daemon.leases.model import LeaseState
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.daemon.record.journal.rows import Contents, RowKind, read_tombstone
 

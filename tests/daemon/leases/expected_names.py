@@ -2,25 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.leases import (
-    Cause,
-    ClaimsLost,
+from gpulease.daemon.leases.events import (
     Effect,
     Event,
     Granted,
     LeaseEnded,
     LeaseRestored,
-    LeaseRow,
-    LeaseSnapshot,
-    LeaseState,
-    MembershipDeadline,
-    MembershipDeadlineMoved,
     RefuseWork,
-    SetMembershipDeadline,
     SlicesCleared,
     TimerFired,
     TimerKind,
 )
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved, SetMembershipDeadline
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, MembershipDeadline
+from gpulease.daemon.leases.persisted import LeaseRow
 
 if TYPE_CHECKING:
     from .simulated import Shell

@@ -2,16 +2,8 @@
 
 from typing import TYPE_CHECKING, Final
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
-    Cause,
-    KillWorker,
-    LeaseState,
-    RecycleWorker,
-    Recycling,
-    WorkerScrubbed,
-)
+from gpulease.daemon.leases.events import KillWorker, RecycleWorker, WorkerScrubbed
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, FIRST_WARM_ID, Cause, LeaseState, Recycling
 
 if TYPE_CHECKING:
     from .simulated import Shell

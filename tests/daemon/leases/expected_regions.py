@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     Effect,
     EndRegion,
     LeaseEnded,
-    LeaseState,
     OpenRegion,
     ProveRegion,
     RegionEnded,
@@ -22,6 +21,7 @@ from gpulease.daemon.leases import (
     SetRegion,
     SliceResized,
 )
+from gpulease.daemon.leases.model import LeaseState
 from gpulease.protocol.session_words import RegionWord
 
 if TYPE_CHECKING:

@@ -2,10 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    LeaseSnapshot,
-    LeaseState,
+from gpulease.daemon.leases.events import (
     RefuseSubmit,
     SessionOpened,
     SpawnSubmit,
@@ -14,6 +11,7 @@ from gpulease.daemon.leases import (
     SubmitFound,
     SubmitReady,
 )
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, LeaseSnapshot, LeaseState
 
 if TYPE_CHECKING:
     from .simulated import Shell

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gpulease.daemon.leases import Card, CoreLimits
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 
 RULES = TenantRules(
     by_name={

@@ -5,15 +5,13 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    DenialReason,
     EndRegion,
     Event,
     FenceClearRequested,
     FreeRequested,
-    LeaseState,
-    LeaseTerms,
     RefuseWork,
     RegionCancelRequested,
     RegionRequested,
@@ -27,6 +25,7 @@ from gpulease.daemon.leases import (
     WarmUp,
     WorkerExited,
 )
+from gpulease.daemon.leases.model import LeaseState, LeaseTerms
 
 from .simulated import MS, Shell
 

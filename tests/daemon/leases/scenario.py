@@ -2,22 +2,16 @@
 
 from typing import Any, Self, TypeVar
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Card,
-    CardSnapshot,
-    CoreLimits,
-    Denial,
     Effect,
     Event,
     FreeRequested,
     Granted,
     LeaseRestored,
-    LeaseSnapshot,
-    LeaseTable,
-    LeaseTerms,
-    PlacementOrder,
     ReclaimProved,
     RegionGranted,
     RegionOpened,
@@ -33,6 +27,9 @@ from gpulease.daemon.leases import (
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.opcodes import Exclusivity
 
 MS = 1_000_000

@@ -4,15 +4,11 @@ The shell executes effects in any order and at any time, and loses orders to wor
 which bytes are not yet proved free, and who waits for a reply. That view is kept apart from the table's own state.
 """
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.devices import SETTLE_NS, Card, PlacementOrder
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Card,
     CardPolled,
-    Cause,
-    CoreLimits,
     DrainSet,
     DrainTimerFired,
     Effect,
@@ -23,16 +19,11 @@ from gpulease.daemon.leases import (
     KillWorker,
     LeaseEnded,
     LeaseRestored,
-    LeaseRow,
-    LeaseState,
-    LeaseTable,
-    PlacementOrder,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
     ReclaimProved,
     RecycleWorker,
-    Recycling,
     RefuseSubmit,
     RefuseWork,
     RegionCancelSet,
@@ -66,9 +57,10 @@ from gpulease.daemon.leases import (
     WorkerReady,
     WorkerUnlisted,
 )
-from gpulease.daemon.leases.devices import SETTLE_NS
-from gpulease.daemon.leases.model import FIRST_LEFTOVER_ID
-from gpulease.daemon.leases.quotas import TenantRules
+from gpulease.daemon.leases.model import FIRST_LEFTOVER_ID, FIRST_SUBMIT_ID, FIRST_WARM_ID, Cause, LeaseState, Recycling
+from gpulease.daemon.leases.persisted import LeaseRow
+from gpulease.daemon.leases.quotas import CoreLimits, TenantRules
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers

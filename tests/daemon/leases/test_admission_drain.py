@@ -2,10 +2,9 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
-    Card,
-    Cause,
-    DenialReason,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     DrainCancelled,
     DrainRequested,
     DrainSet,
@@ -13,8 +12,6 @@ from gpulease.daemon.leases import (
     Effect,
     FenceClearRequested,
     FreeRequested,
-    LeaseState,
-    LeaseTable,
     PoolTimerFired,
     ReclaimProved,
     RefuseWork,
@@ -26,13 +23,14 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     SpawnWorker,
     TimerKind,
-    WarmState,
     WarmUp,
     Warned,
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState, WarmState
 from gpulease.daemon.leases.quotas import CARD_DRAINS, DRAINS, ENDS_SOON, RENEWAL_SLACK_MS, remaining_ms
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.opcodes import Phase
 
 from .scenario import MS, S, Scenario, armed, card, denied, end, one, placed

@@ -2,20 +2,15 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.devices import Card, PlacementOrder
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Card,
-    Cause,
-    CoreLimits,
-    DenialReason,
     FreeRequested,
     HoldTimerFired,
-    LeaseTable,
-    LeaseTerms,
     MoveRequested,
     ParkSession,
-    PlacementOrder,
     ReclaimFailed,
     ReclaimProved,
     RegionProved,
@@ -27,6 +22,9 @@ from gpulease.daemon.leases import (
     WaitTimerFired,
     WorkerExited,
 )
+from gpulease.daemon.leases.model import Cause, LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import S, Scenario, card, denied, end, kinds, one, placed

@@ -1,7 +1,7 @@
 import pytest
 
 from gpulease.client.errors import GpuLeaseError, error_class
-from gpulease.daemon.leases import Denial, DenialReason
+from gpulease.daemon.leases.denials import Denial, DenialReason
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 

@@ -4,26 +4,23 @@ from typing import Final
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.devices import SETTLE_NS, Card, Growth
+from gpulease.daemon.leases.events import (
     CapacityChanged,
-    Card,
     CardPolled,
-    Cause,
-    DenialReason,
     Effect,
     FreeRequested,
     LeaseEnded,
-    LeaseState,
-    LeaseTable,
     PoolTimerFired,
     ReclaimProved,
-    WarmState,
     WorkerExited,
     WorkerReady,
     WorkerUnlisted,
 )
-from gpulease.daemon.leases.devices import SETTLE_NS, Growth
+from gpulease.daemon.leases.model import Cause, LeaseState, WarmState
 from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S
 
 from .scenario import OVERHEAD, S, Scenario, denied, kinds, one, placed

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AdoptSession,
-    Cause,
-    CoreLimits,
-    DenialReason,
     Effect,
     KillWorker,
     LeaseEnded,
@@ -20,8 +18,6 @@ from gpulease.daemon.leases import (
     LeaveSession,
     MoveRequested,
     ParkFailed,
-    ParkFailure,
-    ParkPhase,
     ParkRequested,
     ParkSession,
     ProveRegion,
@@ -43,11 +39,12 @@ from gpulease.daemon.leases import (
     SessionStays,
     StaySession,
     WarmEnded,
-    WarmState,
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.leases.park_state import ParkDepth, ParkState
+from gpulease.daemon.leases.model import Cause, WarmState
+from gpulease.daemon.leases.park_state import ParkDepth, ParkFailure, ParkPhase, ParkState
+from gpulease.daemon.leases.quotas import CoreLimits
 
 from .scenario import OVERHEAD, Scenario, card, denied, kinds, one
 

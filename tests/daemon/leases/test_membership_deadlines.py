@@ -2,21 +2,15 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.epochs import MAX_NAMES, HighestEpochs
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Cause,
-    ClaimsLost,
-    CoreLimits,
     Effect,
     FenceClearRequested,
     Granted,
     KillWorker,
     LeaseRestored,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
-    MembershipDeadline,
-    MembershipDeadlineMoved,
     MoveRequested,
     ParkSession,
     ReclaimFailed,
@@ -28,14 +22,15 @@ from gpulease.daemon.leases import (
     SessionImaged,
     SessionParked,
     SetDeadline,
-    SetMembershipDeadline,
     TimerFired,
     TimerKind,
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.leases.denials import DenialReason
-from gpulease.daemon.leases.epochs import MAX_NAMES, HighestEpochs
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved, SetMembershipDeadline
+from gpulease.daemon.leases.model import Cause, LeaseState, LeaseTerms, MembershipDeadline
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 
 from .scenario import S, Scenario, card, one
 

@@ -2,21 +2,21 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import RenewRequested, RevokeRequested
+from gpulease.daemon.leases.invariants import InvariantBroken
+from gpulease.daemon.leases.model import (
     REGION_TRANSITIONS,
     TRANSITIONS,
     Cause,
-    CoreLimits,
     InvalidTransition,
-    InvariantBroken,
+    Lease,
     LeaseState,
     LeaseTerms,
     RegionState,
-    RenewRequested,
-    RevokeRequested,
+    TableRegion,
     Trigger,
 )
-from gpulease.daemon.leases.model import Lease, TableRegion
+from gpulease.daemon.leases.quotas import CoreLimits
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import Scenario, card

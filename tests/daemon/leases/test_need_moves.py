@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from gpulease.daemon.leases import (
-    CoreLimits,
+from gpulease.daemon.leases.events import (
     Granted,
     LeaseMoved,
     LeaveSession,
@@ -19,7 +18,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
 from gpulease.daemon.leases.park_state import ParkState
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 
 from .scenario import Scenario, card, kinds, one
 

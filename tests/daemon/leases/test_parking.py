@@ -7,15 +7,16 @@ from types import FrameType
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases import deferred_requests, parking
+from gpulease.daemon.leases.cold_parking import MAX_MISFITS
+from gpulease.daemon.leases.deferred_requests import MAX_DEFERRED
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     AdoptSession,
     ArmTimer,
-    Card,
-    Cause,
     CopyAhead,
-    CoreLimits,
-    DenialReason,
     DrainRequested,
     DropParkMemory,
     Effect,
@@ -29,14 +30,10 @@ from gpulease.daemon.leases import (
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
-    LeaseTerms,
     LeaveSession,
     MoveRequested,
     OpenRegion,
-    ParkCause,
     ParkFailed,
-    ParkFailure,
-    ParkPhase,
     ParkRequested,
     ParkSession,
     ParkTimerFired,
@@ -69,7 +66,6 @@ from gpulease.daemon.leases import (
     SpawnSubmit,
     SpawnWorker,
     StayClaimed,
-    SubmitRequested,
     TenantRulesChanged,
     TimerFired,
     TimerKind,
@@ -78,14 +74,11 @@ from gpulease.daemon.leases import (
     WatchClients,
     WorkerExited,
     WorkerReady,
-    deferred_requests,
-    parking,
 )
-from gpulease.daemon.leases.cold_parking import MAX_MISFITS
-from gpulease.daemon.leases.deferred_requests import MAX_DEFERRED
-from gpulease.daemon.leases.park_state import ParkDepth, ParkState
+from gpulease.daemon.leases.model import Cause, LeaseTerms, SubmitRequested
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkFailure, ParkPhase, ParkState
 from gpulease.daemon.leases.parking import KEPT_SHARE, PARK_BURST
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 from gpulease.daemon.record.group_commit import MAX_WAIT_S
 from gpulease.protocol.opcodes import Exclusivity
 

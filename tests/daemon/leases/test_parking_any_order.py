@@ -14,14 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases import parking
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     AdoptSession,
     ArmTimer,
-    Card,
-    Cause,
     CopyAhead,
-    CoreLimits,
     DrainCancelled,
     DrainRequested,
     DrainTimerFired,
@@ -39,9 +38,6 @@ from gpulease.daemon.leases import (
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     LeaveSession,
     MoveRequested,
     OpenRegion,
@@ -62,7 +58,6 @@ from gpulease.daemon.leases import (
     RegionReleased,
     RegionRequested,
     RegionRestored,
-    RegionState,
     RenameWorker,
     Renewed,
     RenewRequested,
@@ -94,20 +89,27 @@ from gpulease.daemon.leases import (
     StaySession,
     SubmitFound,
     SubmitReady,
-    SubmitRequested,
     TimerEvent,
     WarmEnded,
-    WarmState,
     WarmUp,
     WorkerExited,
     WorkerFound,
-    WorkerKind,
     WorkerReady,
+)
+from gpulease.daemon.leases.model import (
+    Cause,
+    LeaseState,
+    LeaseTerms,
+    RegionState,
+    SubmitRequested,
+    WarmState,
+    WorkerKind,
     kind_of,
-    parking,
 )
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
 from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import LONGEST_TAIL, Disk

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.leases import (
-    CoreLimits,
-    DenialReason,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     Effect,
     Renewed,
     RenewRequested,
@@ -14,7 +13,7 @@ from gpulease.daemon.leases import (
     TenantRulesChanged,
     WorkerReady,
 )
-from gpulease.daemon.leases.quotas import AcquireRates, TenantLimits, TenantRules
+from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits, TenantLimits, TenantRules
 from gpulease.protocol.time_units import NS_PER_MINUTE
 
 from .scenario import Scenario, card, one

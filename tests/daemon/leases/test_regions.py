@@ -3,10 +3,9 @@
 import pytest
 
 from gpulease.daemon.contract.regions_page import MAX_NUMBER
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Cause,
-    DenialReason,
     DrainCancelled,
     DrainRequested,
     Effect,
@@ -14,8 +13,6 @@ from gpulease.daemon.leases import (
     FreeDone,
     FreeRequested,
     LeaseEnded,
-    LeaseState,
-    LeaseTerms,
     OpenRegion,
     ProveRegion,
     RegionCancelRequested,
@@ -27,7 +24,6 @@ from gpulease.daemon.leases import (
     RegionRefused,
     RegionReleased,
     RegionRequested,
-    RegionState,
     RegionStuck,
     Renewed,
     RenewRequested,
@@ -36,11 +32,11 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
     SetRegion,
-    SubmitRequested,
     TimerKind,
     Warned,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState, LeaseTerms, RegionState, SubmitRequested
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Phase, RevokeOutcome

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from gpulease.daemon.leases import FenceClearRequested, LeaseTerms, PoolTimerFired, ShutdownRequested
+from gpulease.daemon.leases.events import FenceClearRequested, PoolTimerFired, ShutdownRequested
+from gpulease.daemon.leases.model import LeaseTerms
 
 from .lease_rules import LeaseRules
 from .simulated import Shell

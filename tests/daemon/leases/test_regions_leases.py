@@ -2,19 +2,18 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
-    Cause,
-    DenialReason,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     Effect,
+    Event,
     FenceClearRequested,
     FreeDone,
     FreeRequested,
     KillWorker,
     LeaseEnded,
-    LeaseState,
+    PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
-    Recycling,
     RefuseWork,
     RegionEnded,
     RegionRequested,
@@ -31,7 +30,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.leases.events import Event, PoolTimerFired
+from gpulease.daemon.leases.model import Cause, LeaseState, Recycling
 from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.opcodes import RevokeOutcome
 

@@ -1,25 +1,23 @@
 """Regions of an earlier daemon, which go on, are ended again, or end with their lease."""
 
-from gpulease.daemon.leases import (
-    Cause,
+from gpulease.daemon.leases.events import (
     Effect,
     EndRegion,
     FreeRequested,
     LeaseEnded,
     LeaseRestored,
-    LeaseState,
     OpenRegion,
     ProveRegion,
     ReclaimFailed,
     RegionEnded,
     RegionRequested,
     RegionRestored,
-    RegionRow,
-    RegionState,
     RevokeRequested,
     SetRegion,
     TimerKind,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState, RegionState
+from gpulease.daemon.leases.persisted import RegionRow
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.session_words import RegionWord
 

@@ -2,15 +2,12 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    DenialReason,
     DrainRequested,
     FreeRequested,
     LeaseRestored,
-    LeaseState,
-    LeaseTerms,
-    MembershipDeadlineMoved,
     ProveRegion,
     RegionProved,
     RegionRequested,
@@ -20,10 +17,11 @@ from gpulease.daemon.leases import (
     ResizeSlice,
     RevokeRequested,
     SliceResized,
-    SubmitRequested,
     WaitTimerFired,
     WorkerReady,
 )
+from gpulease.daemon.leases.membership_events import MembershipDeadlineMoved
+from gpulease.daemon.leases.model import LeaseState, LeaseTerms, SubmitRequested
 from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 
 from .scenario import Scenario, armed, card, denied, kinds, one

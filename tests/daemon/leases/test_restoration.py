@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     ArmTimer,
-    Cause,
-    CoreLimits,
-    DenialReason,
     DrainCancelled,
     DrainTimerFired,
     Effect,
@@ -19,14 +16,9 @@ from gpulease.daemon.leases import (
     KillWorker,
     LeaseEnded,
     LeaseRestored,
-    LeaseRow,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
-    RecoveredState,
     RefuseWork,
     RenameWorker,
     Renewed,
@@ -38,12 +30,15 @@ from gpulease.daemon.leases import (
     TimerFired,
     TimerKind,
     WarmEnded,
-    WarmRow,
     WarmUp,
     WorkerExited,
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, LeaseState, LeaseTerms
+from gpulease.daemon.leases.persisted import LeaseRow, RecoveredState, WarmRow
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Exclusivity, RevokeOutcome, Waiting
 

@@ -5,22 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     CardPolled,
-    Cause,
-    CoreLimits,
-    DenialReason,
     Effect,
     FenceClearRequested,
     FreeDone,
     FreeRequested,
     KillWorker,
     LeaseRestored,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -42,8 +36,6 @@ from gpulease.daemon.leases import (
     SubmitFenced,
     SubmitFound,
     SubmitReady,
-    SubmitRequested,
-    SubmitState,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -51,8 +43,10 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, LeaseState, LeaseTerms, SubmitRequested, SubmitState
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
 from gpulease.daemon.leases.submits import MAX_WAIT_S
+from gpulease.daemon.leases.table import LeaseTable
 
 from .scenario import MS, OVERHEAD, Scenario, armed, card, denied, kinds, one
 

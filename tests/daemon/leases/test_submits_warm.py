@@ -4,16 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    CoreLimits,
-    DenialReason,
     Effect,
     FreeRequested,
     KillWorker,
-    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -25,8 +21,6 @@ from gpulease.daemon.leases import (
     SpawnSubmit,
     SubmitEnded,
     SubmitReady,
-    SubmitRequested,
-    SubmitState,
     TimerFired,
     TimerKind,
     WarmUp,
@@ -34,6 +28,8 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, FIRST_WARM_ID, LeaseTerms, SubmitRequested, SubmitState
+from gpulease.daemon.leases.quotas import CoreLimits
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S, REFILL_PAUSE_MS
 
 from .scenario import MS, OVERHEAD, S, armed, denied, kinds, one, placed

@@ -12,21 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.devices import PlacementOrder
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Cause,
-    ClaimsLost,
     ConnectionsChanged,
     DrainCancelled,
     DrainRequested,
     GuestAttached,
-    LeaseState,
-    LeaseTerms,
-    MembershipDeadlineMoved,
-    PlacementOrder,
     PoolTimerFired,
     ReclaimProved,
-    Recycling,
     ScrubWorker,
     SessionCondemned,
     SessionFaulted,
@@ -34,13 +28,14 @@ from gpulease.daemon.leases import (
     SpawnSubmit,
     SpawnWorker,
     SubmitAbandoned,
-    SubmitRequested,
     TimerFired,
     TimerKind,
     WarmUp,
     WorkerExited,
     WorkerScrubbed,
 )
+from gpulease.daemon.leases.membership_events import ClaimsLost, MembershipDeadlineMoved
+from gpulease.daemon.leases.model import Cause, LeaseState, LeaseTerms, Recycling, SubmitRequested
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.daemon.leases.warm_pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity

@@ -2,14 +2,11 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     ArmTimer,
-    Cause,
-    DenialReason,
     Granted,
     KillWorker,
-    LeaseState,
-    LeaseTerms,
     ProveReclaimed,
     RefuseWork,
     Renewed,
@@ -24,6 +21,7 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState, LeaseTerms
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import MS, OVERHEAD, S, Scenario, armed, denied, kinds, one

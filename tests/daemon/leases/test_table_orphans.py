@@ -2,15 +2,11 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Cause,
     ConnectionsChanged,
-    CoreLimits,
     DrainRequested,
-    LeaseState,
-    LeaseTerms,
     RefuseWork,
     RenewRequested,
     TimerFired,
@@ -18,7 +14,8 @@ from gpulease.daemon.leases import (
     Warned,
     WorkerReady,
 )
-from gpulease.daemon.leases.quotas import UNCONNECTED
+from gpulease.daemon.leases.model import Cause, LeaseState, LeaseTerms
+from gpulease.daemon.leases.quotas import UNCONNECTED, CoreLimits
 from gpulease.protocol.opcodes import Phase
 
 from .scenario import S, Scenario, armed, kinds

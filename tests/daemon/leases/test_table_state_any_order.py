@@ -11,19 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.devices import Card, PlacementOrder
+from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Card,
-    CoreLimits,
-    DenialReason,
     Effect,
     Event,
     FreeRequested,
     HoldTimerFired,
-    LeaseTable,
-    LeaseTerms,
-    PlacementOrder,
     ReclaimProved,
     RequestDenied,
     RequesterGone,
@@ -32,6 +28,9 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 
 MS = 1_000_000
 HOLD_NS = 1000 * MS

@@ -2,18 +2,18 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     ArmTimer,
-    CoreLimits,
-    DenialReason,
     FreeRequested,
     HoldTimerFired,
-    InvariantBroken,
     RequestDenied,
     RequesterGone,
     ShutdownRequested,
     WaitTimerFired,
 )
+from gpulease.daemon.leases.invariants import InvariantBroken
+from gpulease.daemon.leases.quotas import CoreLimits
 
 from .scenario import S, Scenario, armed, card, denied, end, kinds, one, placed
 

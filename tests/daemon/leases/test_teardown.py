@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     ArmTimer,
-    Cause,
     ConnectionsChanged,
-    CoreLimits,
-    DenialReason,
     DrainRequested,
     Effect,
     FenceClearRequested,
@@ -17,7 +15,6 @@ from gpulease.daemon.leases import (
     FreeRequested,
     KillWorker,
     LeaseEnded,
-    LeaseState,
     ProveReclaimed,
     ReclaimFailed,
     ReclaimProved,
@@ -37,6 +34,8 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState
+from gpulease.daemon.leases.quotas import CoreLimits
 from gpulease.protocol.opcodes import RevokeOutcome
 
 from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, kinds, one

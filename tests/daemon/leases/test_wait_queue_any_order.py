@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTerms, PlacementOrder
-from gpulease.daemon.leases.devices import CardAccount, suitable
+from gpulease.daemon.leases.devices import Card, CardAccount, PlacementOrder, suitable
+from gpulease.daemon.leases.events import AcquireRequested
 from gpulease.daemon.leases.invariants import first_placeable
-from gpulease.daemon.leases.model import Lease
+from gpulease.daemon.leases.model import Lease, LeaseTerms
 from gpulease.daemon.leases.park_state import ParkState
+from gpulease.daemon.leases.quotas import CoreLimits
 from gpulease.daemon.leases.wait_queue import Waiter, WaitQueue
 from gpulease.protocol.opcodes import Exclusivity
 

@@ -1,17 +1,11 @@
 """The pool of warm contexts: filled, taken, dropped for leases, and replaced."""
 
-from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Cause,
-    CoreLimits,
-    DenialReason,
     Effect,
     FenceClearRequested,
     KillWorker,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -30,6 +24,9 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, LeaseState, LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 

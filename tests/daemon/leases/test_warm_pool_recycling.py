@@ -4,12 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Cause,
-    CoreLimits,
-    DenialReason,
     DrainRequested,
     Effect,
     FenceClearRequested,
@@ -18,14 +15,10 @@ from gpulease.daemon.leases import (
     GuestAttached,
     KillWorker,
     LeaseEnded,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
     RecycleWorker,
-    Recycling,
     RenameWorker,
     RenewRequested,
     RevokeRequested,
@@ -35,7 +28,6 @@ from gpulease.daemon.leases import (
     ShutdownRequested,
     SpawnSubmit,
     SubmitEnded,
-    SubmitRequested,
     TenantRulesChanged,
     TimerKind,
     WarmUp,
@@ -43,7 +35,9 @@ from gpulease.daemon.leases import (
     WorkerReady,
     WorkerScrubbed,
 )
-from gpulease.daemon.leases.quotas import TenantRules
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, LeaseState, LeaseTerms, Recycling, SubmitRequested
+from gpulease.daemon.leases.quotas import CoreLimits, TenantRules
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.teardown import SCRUB_TIMEOUT_MS
 from gpulease.protocol.opcodes import Exclusivity
 

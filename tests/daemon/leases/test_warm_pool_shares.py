@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.leases import RecycleWorker, RenameWorker, WorkerScrubbed
+from gpulease.daemon.leases.events import RecycleWorker, RenameWorker, WorkerScrubbed
 from gpulease.daemon.leases.model import WarmContext, WarmState, contexts_to_drop
 
 from .scenario import one

@@ -2,19 +2,16 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AdoptSession,
-    Card,
-    Cause,
-    CoreLimits,
-    DenialReason,
     Effect,
     FreeRequested,
     KillWorker,
     LeaseMoved,
     LeaveSession,
     MoveRequested,
-    ParkPhase,
     ParkRequested,
     ReclaimProved,
     RefuseWork,
@@ -35,12 +32,13 @@ from gpulease.daemon.leases import (
     SetDeadline,
     StaySession,
     WaitTimerFired,
-    WarmState,
     WorkerExited,
     WorkerReady,
     WorkerReplaced,
 )
-from gpulease.daemon.leases.park_state import ParkDepth, ParkState
+from gpulease.daemon.leases.model import Cause, WarmState
+from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState
+from gpulease.daemon.leases.quotas import CoreLimits
 
 from .scenario import Scenario, card, denied, kinds, one, placed
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from gpulease.daemon.leases import Event, Granted, LeaseSnapshot, LeaseState, RequestDenied, RevokeRequested
 from gpulease.daemon.leases.denials import not_kept
+from gpulease.daemon.leases.events import Event, Granted, RequestDenied, RevokeRequested
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseState
 from gpulease.daemon.record import group_commit
 from gpulease.daemon.record.group_commit import CommitTarget, DurableReplies, GroupCommitter
 from gpulease.protocol.opcodes import Exclusivity

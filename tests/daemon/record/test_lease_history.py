@@ -1,14 +1,10 @@
 """Facts that no record, line or count shows by itself."""
 
-from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    CoreLimits,
     Effect,
     Event,
-    LeaseTable,
-    LeaseTerms,
     PoolTimerFired,
     ReclaimProved,
     RenameWorker,
@@ -17,6 +13,9 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import FIRST_WARM_ID, LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.lease_facts import FactKind
 from gpulease.daemon.record.lease_history import LeaseHistory
 

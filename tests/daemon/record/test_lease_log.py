@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
-    Card,
-    Cause,
-    CoreLimits,
-    Effect,
-    Event,
-    LeaseSnapshot,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
-    WarmEnded,
-)
+from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.events import (
     AcquireRequested,
+    Effect,
+    Event,
     FreeRequested,
     KillWorker,
     ReclaimProved,
@@ -29,10 +19,14 @@ from gpulease.daemon.leases.events import (
     SessionCondemned,
     TimerFired,
     TimerKind,
+    WarmEnded,
     WorkerExited,
     WorkerReady,
     WorkerScrubbed,
 )
+from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, LeaseSnapshot, LeaseState, LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record import lease_log
 from gpulease.daemon.record.audit import recorder

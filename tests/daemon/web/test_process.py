@@ -17,8 +17,8 @@ import pytest
 
 from gpulease.daemon import web
 from gpulease.daemon.host.processes import name_of
-from gpulease.daemon.leases import RequestDenied, RevokeDone
 from gpulease.daemon.leases.denials import invalid
+from gpulease.daemon.leases.events import RequestDenied, RevokeDone
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
 from gpulease.daemon.web.load_samples import CardLoads, LoadSample

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import PageState, Transfer
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
-    Cause,
-    LeaseRestored,
-    LeaseRow,
-    LeaseState,
-    LeaseTerms,
-    SubmitFound,
-    WorkerFound,
-)
+from gpulease.daemon.leases.events import LeaseRestored, SubmitFound, WorkerFound
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, FIRST_WARM_ID, Cause, LeaseState, LeaseTerms
+from gpulease.daemon.leases.persisted import LeaseRow
 from gpulease.daemon.workers.adoption import MAX_RENEWALS_AHEAD, LeftoverWorker, reconcile
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 from gpulease.protocol.opcodes import Exclusivity, Status

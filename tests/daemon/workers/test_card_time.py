@@ -19,16 +19,11 @@ from gpulease.daemon.contract.message_fields import parse_message
 from gpulease.daemon.contract.messages import TO_WORKER, LatencyWord
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import channel_pair, close_all, receive_message
-from gpulease.daemon.leases import (
-    AcquireRequested,
-    Card,
-    CoreLimits,
-    LeaseTable,
-    LeaseTerms,
-    TenantRulesChanged,
-    WorkerReady,
-)
-from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import AcquireRequested, TenantRulesChanged, WorkerReady
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits, TenantLimits, TenantRules
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.time_shares import LAPSE_NS, LATENCY_QUEUE_NS
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import ATTRIBUTE

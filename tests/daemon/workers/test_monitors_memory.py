@@ -6,23 +6,20 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
-from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    Cause,
     Event,
     FreeRequested,
     KillWorker,
-    LeaseTable,
-    LeaseTerms,
     PoolTimerFired,
-    Recycling,
     ResizeRequested,
     SessionCondemned,
     WorkerReady,
     WorkerScrubbed,
 )
+from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, LeaseTerms, Recycling
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.workers.monitors import MAX_FAILED_POLLS, MemoryMonitor
 from gpulease.daemon.workers.registry import Workers
 from helpers.waiting import wait_until

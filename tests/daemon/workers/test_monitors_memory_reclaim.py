@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
-from gpulease.daemon.leases import CardPolled, Event, ReclaimProved, WorkerUnlisted
+from gpulease.daemon.leases.events import CardPolled, Event, ReclaimProved, WorkerUnlisted
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.workers import monitors
 from gpulease.daemon.workers.monitors import CardWatch, Reclaimer

@@ -9,7 +9,8 @@ import pytest
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
-from gpulease.daemon.leases import FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
+from gpulease.daemon.leases.events import Event, WorkerReady, WorkerScrubbed
+from gpulease.daemon.leases.model import FIRST_WARM_ID
 from gpulease.daemon.workers.monitors import Recycler
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker

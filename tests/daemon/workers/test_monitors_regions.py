@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
-from gpulease.daemon.leases import Event, ProveRegion, RegionProved
+from gpulease.daemon.leases.events import Event, ProveRegion, RegionProved
 from gpulease.daemon.workers.monitors import BytesProver
 from gpulease.daemon.workers.registry import Workers
 

@@ -7,7 +7,8 @@ import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.leases import Cause, Event, SessionCondemned
+from gpulease.daemon.leases.events import Event, SessionCondemned
+from gpulease.daemon.leases.model import Cause
 from gpulease.daemon.workers.monitors import UNRESPONSIVE_AFTER_S, KernelWatchdog
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker

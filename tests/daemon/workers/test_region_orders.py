@@ -9,12 +9,9 @@ import pytest
 from gpulease.daemon.contract import messages as m
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.leases import (
-    Cause,
+from gpulease.daemon.leases.events import (
     EndRegion,
     Event,
-    LeaseSnapshot,
-    LeaseState,
     OpenRegion,
     RegionEnded,
     RegionOpened,
@@ -26,6 +23,7 @@ from gpulease.daemon.leases import (
     SetRegion,
     SliceResized,
 )
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.daemon.workers.session_images import SessionImages

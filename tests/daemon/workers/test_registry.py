@@ -13,7 +13,8 @@ import pytest
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
-from gpulease.daemon.leases import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
+from gpulease.daemon.leases.events import Event, SessionFaulted, WorkerExited, WorkerFailed
+from gpulease.daemon.leases.model import FIRST_WARM_ID
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.daemon.workers.worker import ENDED_BY_DAEMON, Worker
 from helpers.processes import stop_process

@@ -7,7 +7,7 @@ import socket
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import channel_pair, send_message
-from gpulease.daemon.leases import Event, SessionFaulted
+from gpulease.daemon.leases.events import Event, SessionFaulted
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 

@@ -1,7 +1,7 @@
 import pytest
 
 from gpulease.client.errors import GpuLeaseError, error_class
-from gpulease.daemon.leases import Cause
+from gpulease.daemon.leases.model import Cause
 from gpulease.daemon.workers.revocation_word import word_for
 from gpulease.protocol.opcodes import Status
 

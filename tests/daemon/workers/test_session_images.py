@@ -21,7 +21,7 @@ from gpulease.daemon.contract.messages import (
     ReturnOrder,
 )
 from gpulease.daemon.host.ipc import send_message
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     AdoptSession,
     Event,
     LeaveSession,

@@ -11,7 +11,7 @@ from gpulease.daemon.contract.control_page import state_of
 from gpulease.daemon.contract.messages import AttachOrder
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import close_all, receive_message
-from gpulease.daemon.leases import FIRST_WARM_ID
+from gpulease.daemon.leases.model import FIRST_WARM_ID
 from gpulease.daemon.workers.worker import Worker
 from gpulease.daemon.workers.zygote_client import ZygoteClient
 

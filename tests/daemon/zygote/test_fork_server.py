@@ -15,7 +15,7 @@ from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
-from gpulease.daemon.leases import FIRST_WARM_ID
+from gpulease.daemon.leases.model import FIRST_WARM_ID
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.session.main import WARM_NAME
 from helpers.daemon import python_environment, worker_name

@@ -17,7 +17,7 @@ import pytest
 from gpulease.daemon.contract.control_page import BrokerPage, PageFds, state_of
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
-from gpulease.daemon.leases import FIRST_WARM_ID
+from gpulease.daemon.leases.model import FIRST_WARM_ID
 from gpulease.daemon.leases.quotas import MAX_GRACE_MS
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes

@@ -16,7 +16,7 @@ from gpulease.daemon.fleet.directory.fleet_watch import VIEW_LIMIT_S, FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.records.fleet_records import ClaimRecord, NodeRecord, name_key, node_key
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.daemon.record.metrics.families import FAMILIES
 from gpulease.protocol.messages import Place
 from helpers.fleet_directory import record_of

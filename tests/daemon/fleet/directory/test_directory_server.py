@@ -29,7 +29,7 @@ from gpulease.daemon.fleet.records.fleet_records import (
     name_key,
     node_key,
 )
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.daemon.remote.node_identity import TENANT_PREFIX, IdentityFiles
 from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status
 from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddress, parse_address

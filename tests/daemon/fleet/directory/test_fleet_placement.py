@@ -21,7 +21,7 @@ from gpulease.daemon.fleet.records.fleet_records import (
     name_key,
     node_key,
 )
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.protocol.messages import Placement
 from gpulease.protocol.opcodes import Exclusivity
 

@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.records.fleet_records import (
     name_key,
     node_key,
 )
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 
 CARD = CardRecord("GPU-1", "a card", 80 << 30, 40 << 30, 1, False)
 INVENTORY = InventoryRecord(("tls:gpu.example:7443",), {"zone": "a"}, (CARD,))

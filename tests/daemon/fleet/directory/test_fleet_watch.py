@@ -8,7 +8,7 @@ from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Outcome, Transaction
 from gpulease.daemon.fleet.records.fleet_records import HORIZON, name_key, node_key
-from gpulease.daemon.leases import PlacementOrder
+from gpulease.daemon.leases.devices import PlacementOrder
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.messages import Place, Placement, Report

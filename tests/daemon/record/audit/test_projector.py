@@ -2,12 +2,9 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    CoreLimits,
     DrainCancelled,
     DrainRequested,
     DrainTimerFired,
@@ -16,8 +13,6 @@ from gpulease.daemon.leases import (
     FreeRequested,
     LeaseMoved,
     LeaseRestored,
-    LeaseTable,
-    LeaseTerms,
     ParkRequested,
     PoolTimerFired,
     ReclaimFailed,
@@ -28,13 +23,15 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     SessionFaulted,
     SessionParked,
-    SubmitRequested,
     TimerFired,
     TimerKind,
     WorkerExited,
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, FIRST_WARM_ID, LeaseTerms, SubmitRequested
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.projector import Entry, entry_of
 from gpulease.daemon.record.audit.records import canonical_bytes

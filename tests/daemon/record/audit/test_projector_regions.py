@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     FreeRequested,
     RegionCancelRequested,
     RegionEnded,

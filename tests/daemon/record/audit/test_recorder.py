@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gpulease.daemon.leases import Cause, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.recorder import LogRecorder
 from gpulease.daemon.record.audit.records import RecordKind

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from gpulease.daemon.leases import Denial
-from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.denials import Denial, DenialReason
 from gpulease.daemon.record.audit import recorder as recorder_module
 from gpulease.daemon.record.audit.record_writer import AuditWriter
 from gpulease.daemon.record.audit.recorder import NOTE_BURST_BYTES, NOTE_FRAME_BYTES, FactRecorder, LogRecorder

@@ -11,17 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    CoreLimits,
     Event,
     FreeDone,
     FreeRequested,
     Granted,
     LeaseRestored,
-    LeaseTable,
-    LeaseTerms,
     Outcome,
     ReclaimProved,
     Renewed,
@@ -30,6 +27,9 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import LeaseTerms
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.journal import open_journal
 
 BOOT = "a1" * 16

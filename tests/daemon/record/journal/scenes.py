@@ -5,7 +5,8 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 
-from gpulease.daemon.leases import Cause, LeaseRow, LeaseSnapshot, LeaseState, LeaseTerms
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, LeaseTerms
+from gpulease.daemon.leases.persisted import LeaseRow
 from gpulease.daemon.record.journal.database import Store, prepare
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,

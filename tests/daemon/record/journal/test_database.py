@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.leases import Cause, LeaseState
+from gpulease.daemon.leases.model import Cause, LeaseState
 from gpulease.daemon.record.journal import JournalBroken, open_journal
 from gpulease.daemon.record.journal.database import HEAD_NAME, JOURNAL_NAME, VERSION, HeadFile
 from gpulease.daemon.record.journal.rows import Contents

@@ -11,19 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    CardRow,
-    CoreLimits,
     Event,
     FenceClearRequested,
     FreeRequested,
     LeaseRestored,
-    LeaseRow,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     Outcome,
     ReclaimFailed,
     RenewRequested,
@@ -32,6 +26,10 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import LeaseState, LeaseTerms
+from gpulease.daemon.leases.persisted import CardRow, LeaseRow
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.table_state import mark_of
 from gpulease.daemon.record.journal import FileJournal, open_journal
 from helpers.daemon import python_environment

@@ -2,28 +2,25 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    Card,
-    Cause,
-    CoreLimits,
     Event,
     FreeRequested,
     LeaseRestored,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     ReclaimProved,
     RegionEnded,
     RegionOpened,
     RegionReleased,
     RegionRequested,
     RegionRestored,
-    RegionState,
     RevokeRequested,
     WorkerExited,
     WorkerReady,
 )
+from gpulease.daemon.leases.model import Cause, LeaseState, LeaseTerms, RegionState
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.journal import journal
 from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.daemon.record.journal.rows import Change, Contents, RowKind

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.leases import LeaseTable
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.journal import MembershipRow, open_journal
 from gpulease.daemon.record.journal.rows import encode
 

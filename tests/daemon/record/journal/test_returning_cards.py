@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from gpulease.daemon.leases import LeaseTerms, RestartWorker, TimerFired, TimerKind
+from gpulease.daemon.leases.events import RestartWorker, TimerFired, TimerKind
+from gpulease.daemon.leases.model import LeaseTerms
 from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.protocol.opcodes import Exclusivity
 

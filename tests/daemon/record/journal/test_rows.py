@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.leases import LeaseRow, LeaseSnapshot, LeaseTerms, RegionRow
+from gpulease.daemon.leases.model import LeaseSnapshot, LeaseTerms
+from gpulease.daemon.leases.persisted import LeaseRow, RegionRow
 from gpulease.daemon.record.journal.rows import encode, read_lease, read_region, read_tombstone
 from gpulease.protocol.lease_options import KEPT_OPTIONS
 

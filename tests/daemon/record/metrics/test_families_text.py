@@ -10,7 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpulease.daemon.leases import Cause, DenialReason, ParkFailure
+from gpulease.daemon.leases.denials import DenialReason
+from gpulease.daemon.leases.model import Cause
+from gpulease.daemon.leases.park_state import ParkFailure
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.exposition import SAMPLES_PER_CHUNK, NodeCollector, chunks
 from gpulease.daemon.record.metrics.families import (

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from gpulease.client.serve.models import model_metrics as models
-from gpulease.daemon.leases import DrainRequested, FreeRequested, ReclaimFailed, RevokeRequested
+from gpulease.daemon.leases.events import DrainRequested, FreeRequested, ReclaimFailed, RevokeRequested
 from gpulease.daemon.leases.parking import ParkPace
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, TenantTotals, gauges

@@ -2,19 +2,14 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
-    FIRST_SUBMIT_ID,
-    FIRST_WARM_ID,
+from gpulease.daemon.leases.cold_parking import MAX_MISFITS
+from gpulease.daemon.leases.events import (
     AcquireRequested,
-    CoreLimits,
     Effect,
     Event,
     FenceClearRequested,
     FreeRequested,
     LeaseRestored,
-    LeaseState,
-    LeaseTable,
-    LeaseTerms,
     MoveRequested,
     ParkRequested,
     ParkSession,
@@ -32,12 +27,13 @@ from gpulease.daemon.leases import (
     SessionParkRefused,
     SessionReturnFailed,
     SessionStays,
-    SubmitRequested,
     TimerKind,
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.leases.cold_parking import MAX_MISFITS
+from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, FIRST_WARM_ID, LeaseState, LeaseTerms, SubmitRequested
+from gpulease.daemon.leases.quotas import CoreLimits
+from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, MetricFamily, TenantLabels

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.daemon.leases import (
+from gpulease.daemon.leases.events import (
     FreeRequested,
     RegionEnded,
     RegionOpened,
