@@ -30,66 +30,10 @@ from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.loop_polling import LoopPolling
 from gpulease.daemon.host.periodic_task import PeriodicTask
+from gpulease.daemon.leases import events
 from gpulease.daemon.leases.acquire_steps import Checked
 from gpulease.daemon.leases.devices import Card
-from gpulease.daemon.leases.events import (
-    AcquireRequested,
-    AdoptSession,
-    ArmTimer,
-    CapacityChanged,
-    CopyAhead,
-    DrainTimerFired,
-    DropParkMemory,
-    Effect,
-    EndRegion,
-    Event,
-    GiveParkMemory,
-    Granted,
-    KillWorker,
-    LeaseEnded,
-    LeaseLeft,
-    LeaseMoved,
-    LeaseParked,
-    LeaseReturned,
-    LeaveSession,
-    OpenRegion,
-    Outcome,
-    ParkFailed,
-    ParkSession,
-    ProveReclaimed,
-    ProveRegion,
-    RecycleWorker,
-    RefuseSubmit,
-    RefuseWaitingOperations,
-    RefuseWork,
-    RegionGranted,
-    RenameWorker,
-    Renewed,
-    RequestDenied,
-    RequesterGone,
-    RequestFaulted,
-    ResizeSlice,
-    RestartWorker,
-    ReturnSession,
-    ScrubWorker,
-    SetDeadline,
-    SetRegion,
-    SlicesCleared,
-    SpawnSubmit,
-    SpawnWorker,
-    StaySession,
-    SubmitEnded,
-    SubmitFenced,
-    TenantRulesChanged,
-    TimerFired,
-    TimerKind,
-    WaitTimerFired,
-    WarmEnded,
-    WarmUp,
-    Warned,
-    WatchClients,
-    WorkerReplaced,
-)
+from gpulease.daemon.leases.events import Effect, Event, Outcome, TimerKind
 from gpulease.daemon.leases.membership_events import SetMembershipDeadline
 from gpulease.daemon.leases.model import LeaseSnapshot, LeaseState, WarmState, WorkerKind, kind_of
 from gpulease.daemon.leases.table import LeaseTable
@@ -267,7 +211,7 @@ class Runtime:
             if card.drain_ns is not None:
                 log_event(LogEvent.CARD_DRAIN_GOES_ON, card=card.uuid)
         if self.table.has_drain:
-            self.post(DrainTimerFired())
+            self.post(events.DrainTimerFired())
         self.card_times.members_changed()
         self._use_records.start()
         # Step 4: watch the workers that were taken over. Those started later start the watch themselves.
@@ -350,11 +294,11 @@ class Runtime:
             return
         # The request waits either for the fleet's claims or for the lease table.
         if not self.claimed_acquires.cancel(number):
-            self.post(RequesterGone(number))
-            self.timers.cancel((WaitTimerFired, number))
+            self.post(events.RequesterGone(number))
+            self.timers.cancel((events.WaitTimerFired, number))
         self.claimed_acquires.forget(number)
 
-    def _refuse(self, event: AcquireRequested, failure: Failure) -> None:
+    def _refuse(self, event: events.AcquireRequested, failure: Failure) -> None:
         """Answer that the fleet refused a claim."""
         self.note_refusal("LEASE_ALLOC", event.tenant, event.lease_id, failure)
         self._pending.refuse(event.request, failure)
@@ -388,13 +332,13 @@ class Runtime:
         # Raise nothing: the other timers that are due must be posted, too.
         try:
             # A worker may have answered in time, and only this process be late.
-            if isinstance(event, TimerFired) and event.kind in _AWAIT_WORKERS:
+            if isinstance(event, events.TimerFired) and event.kind in _AWAIT_WORKERS:
                 region = self.table.regions.get(event.worker_id)
                 self.workers.read_arrived(event.worker_id if region is None else region.lease_id)
                 if event.kind is TimerKind.GRACE and (
                     until_ns := self._recycler.kill_put_off_until_ns(event.worker_id)
                 ):
-                    self._arm_timer(ArmTimer(event, until_ns))
+                    self._arm_timer(events.ArmTimer(event, until_ns))
                     return
             self.post(event)
         except Exception as error:
@@ -418,11 +362,11 @@ class Runtime:
         self._fail(getattr(event, "request", 0))
 
     def _fail(self, number: int) -> None:
-        self.timers.cancel((WaitTimerFired, number))
+        self.timers.cancel((events.WaitTimerFired, number))
         self.claimed_acquires.forget(number)
         self._pending.refuse(number, FAULT)
 
-    def _answer_waiting(self, effect: RequestFaulted) -> None:
+    def _answer_waiting(self, effect: events.RequestFaulted) -> None:
         self._fail(effect.request)
         # The table caught this error, so that the event that it was handling kept its effects. Raise it now, so that
         # the caller logs it.
@@ -451,7 +395,7 @@ class Runtime:
         if facts:
             self.recorder.log_facts()
             self.metrics.counters.on_facts(facts)
-        if isinstance(event, TenantRulesChanged) or any(fact.kind in _NEW_SESSIONS for fact in facts):
+        if isinstance(event, events.TenantRulesChanged) or any(fact.kind in _NEW_SESSIONS for fact in facts):
             self.card_times.members_changed()
         # Notify subscribers last, when everything has happened.
         try:
@@ -488,51 +432,51 @@ class Runtime:
         # All outcomes answer requests; some have a second use, below.
         executors: dict[type[Any], Callable[[Any], None]] = dict.fromkeys(get_args(Outcome), self._answer)
         executors |= {
-            ArmTimer: self._arm_timer,
-            SpawnWorker: self._spawn_worker,
-            SpawnSubmit: self._spawn_submit,
-            WarmUp: self._spawn_warm_context,
-            RenameWorker: self._rename_worker,
-            SetDeadline: self._set_deadline,
+            events.ArmTimer: self._arm_timer,
+            events.SpawnWorker: self._spawn_worker,
+            events.SpawnSubmit: self._spawn_submit,
+            events.WarmUp: self._spawn_warm_context,
+            events.RenameWorker: self._rename_worker,
+            events.SetDeadline: self._set_deadline,
             SetMembershipDeadline: self._set_membership_deadline,
-            RefuseWork: self._refuse_work,
-            RefuseSubmit: self._refuse_submit,
-            KillWorker: self._kill_worker,
-            ProveReclaimed: self._prove_reclaimed,
-            ScrubWorker: self._scrub_worker,
-            RecycleWorker: self._recycle_worker,
-            LeaseEnded: self._end_lease,
-            SubmitEnded: self._end_submit,
-            WarmEnded: self._end_warm_context,
-            SubmitFenced: self._fence_submit,
-            SlicesCleared: self._clear_fences,
-            OpenRegion: self._open_region,
-            SetRegion: self._regions.set,
-            EndRegion: self._regions.end,
-            ProveRegion: self._bytes_prover.prove,
-            ResizeSlice: self._resize_slice,
-            GiveParkMemory: self._parks.give_memory,
-            DropParkMemory: self._parks.drop_memory,
-            CopyAhead: self._parks.copy_ahead,
-            ParkSession: self._parks.park,
-            ReturnSession: self._parks.bring_back,
-            RefuseWaitingOperations: self._parks.refuse_return,
-            LeaveSession: self._parks.leave,
-            LeaseLeft: self._parks.keep_image,
-            StaySession: self._stay,
-            RestartWorker: self._spawn_worker,
-            AdoptSession: self._parks.adopt,
-            WatchClients: self._parks.watch_clients,
-            RequestFaulted: self._answer_waiting,
-            LeaseMoved: self._moved,
-            WorkerReplaced: self._moved,
+            events.RefuseWork: self._refuse_work,
+            events.RefuseSubmit: self._refuse_submit,
+            events.KillWorker: self._kill_worker,
+            events.ProveReclaimed: self._prove_reclaimed,
+            events.ScrubWorker: self._scrub_worker,
+            events.RecycleWorker: self._recycle_worker,
+            events.LeaseEnded: self._end_lease,
+            events.SubmitEnded: self._end_submit,
+            events.WarmEnded: self._end_warm_context,
+            events.SubmitFenced: self._fence_submit,
+            events.SlicesCleared: self._clear_fences,
+            events.OpenRegion: self._open_region,
+            events.SetRegion: self._regions.set,
+            events.EndRegion: self._regions.end,
+            events.ProveRegion: self._bytes_prover.prove,
+            events.ResizeSlice: self._resize_slice,
+            events.GiveParkMemory: self._parks.give_memory,
+            events.DropParkMemory: self._parks.drop_memory,
+            events.CopyAhead: self._parks.copy_ahead,
+            events.ParkSession: self._parks.park,
+            events.ReturnSession: self._parks.bring_back,
+            events.RefuseWaitingOperations: self._parks.refuse_return,
+            events.LeaveSession: self._parks.leave,
+            events.LeaseLeft: self._parks.keep_image,
+            events.StaySession: self._stay,
+            events.RestartWorker: self._spawn_worker,
+            events.AdoptSession: self._parks.adopt,
+            events.WatchClients: self._parks.watch_clients,
+            events.RequestFaulted: self._answer_waiting,
+            events.LeaseMoved: self._moved,
+            events.WorkerReplaced: self._moved,
             Checked: self.claimed_acquires.on_checked,
             # Only subscribers, the records and the log use these.
-            LeaseParked: lambda _: None,
-            LeaseReturned: lambda _: None,
-            ParkFailed: lambda _: None,
-            Warned: lambda _: None,
-            CapacityChanged: lambda _: None,
+            events.LeaseParked: lambda _: None,
+            events.LeaseReturned: lambda _: None,
+            events.ParkFailed: lambda _: None,
+            events.Warned: lambda _: None,
+            events.CapacityChanged: lambda _: None,
         }
         if forgotten := set(get_args(Effect)) - executors.keys():
             raise TypeError(f"effects without an executor: {sorted(effect.__name__ for effect in forgotten)}")
@@ -540,7 +484,7 @@ class Runtime:
 
     def _answer(self, outcome: Outcome) -> None:
         # The wait in the queue is over, however it ended.
-        self.timers.cancel((WaitTimerFired, outcome.request))
+        self.timers.cancel((events.WaitTimerFired, outcome.request))
         if outcome.request in self.claimed_acquires.by_number:
             self.claimed_acquires.forget(outcome.request)
         try:
@@ -552,17 +496,17 @@ class Runtime:
 
     # Timers.
 
-    def _arm_timer(self, effect: ArmTimer) -> None:
+    def _arm_timer(self, effect: events.ArmTimer) -> None:
         event, due_ns = effect
         # Timers of one key replace each other: a renewal moves the lease's timer instead of adding one.
         key: Hashable
-        if isinstance(event, TimerFired):
+        if isinstance(event, events.TimerFired):
             key = event.kind, event.worker_id
             if event.kind is TimerKind.GRACE:
                 # The zygote gets the same deadline, so that the grace ends even if this process hangs.
                 self.workers.set_grace_end(event.worker_id, due_ns)
-        elif isinstance(event, WaitTimerFired):
-            key = WaitTimerFired, event.request
+        elif isinstance(event, events.WaitTimerFired):
+            key = events.WaitTimerFired, event.request
         else:
             key = type(event).__name__
         self.timers.arm(key, due_ns, event)
@@ -579,31 +523,31 @@ class Runtime:
             self._watchdog.start()
             self._memory_monitor.start()
 
-    def _spawn_worker(self, effect: SpawnWorker | RestartWorker) -> None:
+    def _spawn_worker(self, effect: events.SpawnWorker | events.RestartWorker) -> None:
         self._watch_workers()
         if effect.terms.is_parkable:
             self._parks.start()
         spec = lease_worker_spec(effect, self._source.allowance_bytes)
         # A session that comes from another worker keeps its addresses.
-        if isinstance(effect, RestartWorker):
+        if isinstance(effect, events.RestartWorker):
             spec = replace(spec, opened_bytes=self.workers.images.opened_bytes(effect.lease_id))
         # A warm worker is ready in a millisecond, and its client opens the session in another.
         if self.workers.context_pid(effect.lease_id):
             self._polling.stay_awake(spec.waiting, periods=2)
         self.workers.spawn(spec)
 
-    def _open_region(self, effect: OpenRegion) -> None:
+    def _open_region(self, effect: events.OpenRegion) -> None:
         self._regions.open(effect)
         if (worker := self.workers.worker(effect.lease_id)) is not None:
             self._polling.stay_awake(worker.spec.waiting)
 
-    def _resize_slice(self, effect: ResizeSlice) -> None:
+    def _resize_slice(self, effect: events.ResizeSlice) -> None:
         if effect.after_record:
             self.journal.once_decided(lambda problem: self._grow_recorded(effect, problem))
         else:
             self._regions.resize(effect)
 
-    def _grow_recorded(self, effect: ResizeSlice, problem: str) -> None:
+    def _grow_recorded(self, effect: events.ResizeSlice, problem: str) -> None:
         lease = self.table.get(effect.lease_id)
         if self._is_stopped or lease is None or lease.state is not LeaseState.ACTIVE:
             return
@@ -612,41 +556,41 @@ class Runtime:
         else:
             self._regions.resize(effect)
 
-    def _moved(self, effect: LeaseMoved | WorkerReplaced) -> None:
+    def _moved(self, effect: events.LeaseMoved | events.WorkerReplaced) -> None:
         # From now on the session's use counts for the other card, or for the other worker.
         self.card_times.members_changed()
 
-    def _stay(self, effect: StaySession) -> None:
+    def _stay(self, effect: events.StaySession) -> None:
         # The worker may have been set aside.
         self._parks.stay(effect)
         self.card_times.members_changed()
 
-    def _spawn_submit(self, effect: SpawnSubmit) -> None:
+    def _spawn_submit(self, effect: events.SpawnSubmit) -> None:
         # A submit counts as a connection of its lease from its start on.
         self.connections.update(effect.lease_id)
         self.workers.spawn(submit_worker_spec(effect, self._source.allowance_bytes))
 
-    def _spawn_warm_context(self, effect: WarmUp) -> None:
+    def _spawn_warm_context(self, effect: events.WarmUp) -> None:
         self._watch_workers()
         self.workers.spawn(WorkerSpec(effect.warm_id, effect.card_uuid, 0, is_shared=False))
 
-    def _rename_worker(self, effect: RenameWorker) -> None:
+    def _rename_worker(self, effect: events.RenameWorker) -> None:
         self.workers.rename(effect.from_id, effect.to_id)
         # A warm context's timers end with it. A lease that gives its context back keeps its own timers.
         if kind_of(effect.from_id) is not WorkerKind.LEASE:
             self._cancel_timers(effect.from_id)
 
-    def _set_deadline(self, effect: SetDeadline) -> None:
+    def _set_deadline(self, effect: events.SetDeadline) -> None:
         self.workers.set_deadline(effect.worker_id, effect.deadline_ns, effect.generation)
 
     def _set_membership_deadline(self, effect: SetMembershipDeadline) -> None:
         self.workers.set_membership_deadline(effect.worker_id, effect.membership_deadline_boot_ns)
 
-    def _refuse_work(self, effect: RefuseWork) -> None:
+    def _refuse_work(self, effect: events.RefuseWork) -> None:
         lease_id, cause = effect.worker_id, effect.cause
         self.workers.refuse(lease_id, word_for(cause), self._end_reason(lease_id), cause.value)
 
-    def _refuse_submit(self, effect: RefuseSubmit) -> None:
+    def _refuse_submit(self, effect: events.RefuseSubmit) -> None:
         # Without a cause only the submit ends, because its own time is over, as its status says.
         lease_id = 0 if effect.cause is None else self.table.submits.lease_of(effect.submit_id)
         self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), self._end_reason(lease_id))
@@ -656,7 +600,7 @@ class Runtime:
         lease = self.table.get(lease_id)
         return "" if lease is None else lease.reason
 
-    def _kill_worker(self, effect: KillWorker) -> None:
+    def _kill_worker(self, effect: events.KillWorker) -> None:
         if effect.after_record:
             # Until the records are durable, a new broker would continue the session in this worker, which still has all
             # of it.
@@ -672,18 +616,18 @@ class Runtime:
         if not self._is_stopped:
             self.workers.kill(worker_id)
 
-    def _prove_reclaimed(self, effect: ProveReclaimed) -> None:
+    def _prove_reclaimed(self, effect: events.ProveReclaimed) -> None:
         self._reclaimer.prove(effect.worker_id, effect.card_uuid, self.workers.ended_pid(effect.worker_id))
 
-    def _scrub_worker(self, effect: ScrubWorker) -> None:
+    def _scrub_worker(self, effect: events.ScrubWorker) -> None:
         self._recycler.scrub(effect.lease_id)
 
-    def _recycle_worker(self, effect: RecycleWorker) -> None:
+    def _recycle_worker(self, effect: events.RecycleWorker) -> None:
         self.workers.recycle(effect.lease_id, effect.warm_id)
 
     # Ends.
 
-    def _end_lease(self, effect: LeaseEnded) -> None:
+    def _end_lease(self, effect: events.LeaseEnded) -> None:
         lease = effect.lease
         # If a fence holds the bytes, the process still counts as the daemon's own in measurements of the card.
         if lease.state is LeaseState.FENCED:
@@ -702,25 +646,25 @@ class Runtime:
         elif self.claims is not None and (lease.name or lease.fleet_bytes):
             self.claims.on_fenced()
 
-    def _end_submit(self, effect: SubmitEnded) -> None:
+    def _end_submit(self, effect: events.SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)
         if owner is not None and owner.state is LeaseState.FENCED:
             self.workers.fence(effect.submit_id, owner.card_uuid, effect.lease_id)
         self._settle_worker(effect.submit_id)
         self.connections.update(effect.lease_id)
 
-    def _end_warm_context(self, effect: WarmEnded) -> None:
+    def _end_warm_context(self, effect: events.WarmEnded) -> None:
         if effect.is_fenced:
             self.workers.fence(effect.warm_id, effect.card_uuid, effect.warm_id)
         self._settle_worker(effect.warm_id)
 
-    def _fence_submit(self, effect: SubmitFenced) -> None:
+    def _fence_submit(self, effect: events.SubmitFenced) -> None:
         # Keep the worker: the zygote continues to report it, so that a restarted daemon knows the fence.
         self._cancel_timers(effect.submit_id)
         self._reclaimer.give_up(effect.submit_id)
         self.connections.update(effect.lease_id)
 
-    def _clear_fences(self, effect: SlicesCleared) -> None:
+    def _clear_fences(self, effect: events.SlicesCleared) -> None:
         # An operator vouches for the bytes: their processes are no longer the daemon's, and the claims of names end.
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
@@ -808,10 +752,10 @@ class PendingRequests:
 
     def _on_journal_done(self, outcome: Outcome, answered: Outcome) -> None:
         # A grant must also be in the audit log. Other outcomes have happened already and are only reported.
-        if isinstance(answered, (Granted, RegionGranted)):
+        if isinstance(answered, (events.Granted, events.RegionGranted)):
             self._recorder.answer(answered, self._answer)
             return
-        if isinstance(answered, RequestDenied) and (withheld := withheld_lease(outcome)) is not None:
+        if isinstance(answered, events.RequestDenied) and (withheld := withheld_lease(outcome)) is not None:
             operation, lease = withheld
             self._note_refusal(operation, lease.tenant, lease.lease_id, answered.denial.failure)
         self._answer(answered)
@@ -837,10 +781,10 @@ def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
     journal.
     """
     match outcome:
-        case Granted(lease=lease):
+        case events.Granted(lease=lease):
             return "LEASE_ALLOC", lease
-        case RegionGranted(lease=lease):
+        case events.RegionGranted(lease=lease):
             return "REGION_OPEN", lease
-        case Renewed(lease=lease):
+        case events.Renewed(lease=lease):
             return "LEASE_RENEW", lease
     return None

@@ -11,58 +11,7 @@ also change it (`SetDeadline`, `Warned`).
 from enum import Enum
 from typing import Any, Final, NamedTuple, get_args
 
-from gpulease.daemon.leases.events import (
-    AcquireRequested,
-    CapacityChanged,
-    DrainCancelled,
-    DrainRequested,
-    DrainSet,
-    FenceClearRequested,
-    FreeDone,
-    FreeRequested,
-    Granted,
-    KillWorker,
-    LeaseEnded,
-    LeaseLeft,
-    LeaseMoved,
-    LeaseParked,
-    LeaseRestored,
-    LeaseReturned,
-    MoveRequested,
-    ParkFailed,
-    ParkRequested,
-    RecycleWorker,
-    RefuseWork,
-    RegionCancelRequested,
-    RegionCancelSet,
-    RegionGranted,
-    RegionRequested,
-    RegionRestored,
-    RenameWorker,
-    Renewed,
-    RenewRequested,
-    RequestDenied,
-    Resized,
-    ResizeRequested,
-    RevokeDone,
-    RevokeRequested,
-    SessionFaulted,
-    SessionMoved,
-    SessionParkDone,
-    SetRegion,
-    SlicesCleared,
-    SpawnSubmit,
-    SpawnWorker,
-    SubmitEnded,
-    SubmitFenced,
-    SubmitReady,
-    WarmEnded,
-    WorkerExited,
-    WorkerFailed,
-    WorkerReady,
-    WorkerReplaced,
-    WorkerScrubbed,
-)
+from gpulease.daemon.leases import events
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, SubmitRequested
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import LogEvent
@@ -75,9 +24,17 @@ from gpulease.protocol.opcodes import Opcode
 THE_DAEMON: Final = "gpuleased"
 """The requester's name in facts that the daemon itself caused."""
 
-RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested | ParkRequested | MoveRequested
-TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
-Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
+RegionRequest = (
+    events.RegionRequested
+    | events.RegionCancelRequested
+    | events.ResizeRequested
+    | events.ParkRequested
+    | events.MoveRequested
+)
+TenantRequest = events.RenewRequested | events.AcquireRequested | events.FreeRequested | SubmitRequested | RegionRequest
+Request = (
+    TenantRequest | events.RevokeRequested | events.FenceClearRequested | events.DrainRequested | events.DrainCancelled
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -117,22 +74,22 @@ class FactKind(Enum):
     """The kinds of facts: each with its source, its log event, its audit record and its counters."""
 
     # A lease, from the request to its grant.
-    REQUESTED = FactRow(sources=(AcquireRequested,), logs=(LogEvent.LEASE_REQUESTED, LogEvent.LEASE_QUEUED))
+    REQUESTED = FactRow(sources=(events.AcquireRequested,), logs=(LogEvent.LEASE_REQUESTED, LogEvent.LEASE_QUEUED))
     """A tenant requested a lease."""
-    PLACED = FactRow(sources=(SpawnWorker,), logs=(LogEvent.LEASE_PLACED,))
+    PLACED = FactRow(sources=(events.SpawnWorker,), logs=(LogEvent.LEASE_PLACED,))
     """The lease has its bytes, and gets a worker."""
-    WORKER_READY = FactRow(sources=(WorkerReady,), logs=(LogEvent.WORKER_READY,))
+    WORKER_READY = FactRow(sources=(events.WorkerReady,), logs=(LogEvent.WORKER_READY,))
     """The lease's worker has its context."""
-    WORKER_FAILED = FactRow(sources=(WorkerFailed,), logs=(LogEvent.WORKER_FAILED,))
+    WORKER_FAILED = FactRow(sources=(events.WorkerFailed,), logs=(LogEvent.WORKER_FAILED,))
     """The lease's worker could not create its context."""
-    WORKER_EXITED = FactRow(sources=(WorkerExited,), logs=(LogEvent.WORKER_EXITED, LogEvent.WORKER_DIED))
+    WORKER_EXITED = FactRow(sources=(events.WorkerExited,), logs=(LogEvent.WORKER_EXITED, LogEvent.WORKER_DIED))
     """The lease's worker has ended."""
-    WORKER_KILLED = FactRow(sources=(KillWorker,), logs=(LogEvent.WORKER_KILLED, LogEvent.WARM_REFUSED))
+    WORKER_KILLED = FactRow(sources=(events.KillWorker,), logs=(LogEvent.WORKER_KILLED, LogEvent.WARM_REFUSED))
     """The lease's worker is killed."""
-    SCRUB_DOUBTED = FactRow(sources=(WorkerScrubbed,), logs=(LogEvent.WARM_REFUSED,))
+    SCRUB_DOUBTED = FactRow(sources=(events.WorkerScrubbed,), logs=(LogEvent.WARM_REFUSED,))
     """A worker scrubbed its context, but the memory is not proved free."""
     GRANTED = FactRow(
-        sources=(Granted, RegionGranted),
+        sources=(events.Granted, events.RegionGranted),
         is_answer=True,
         logs=(LogEvent.LEASE_GRANTED,),
         audit=RecordKind.GRANT,
@@ -142,7 +99,7 @@ class FactKind(Enum):
     )
     """A region is a lease that has a parent."""
     ADOPTED = FactRow(
-        sources=(LeaseRestored, RegionRestored),
+        sources=(events.LeaseRestored, events.RegionRestored),
         logs=(LogEvent.LEASE_ADOPTED,),
         audit=RecordKind.ADOPT,
         has_worker=True,
@@ -151,40 +108,48 @@ class FactKind(Enum):
     )
     """An earlier daemon's lease continues."""
     ADOPTED_ENDING = FactRow(
-        sources=(LeaseRestored, RegionRestored),
+        sources=(events.LeaseRestored, events.RegionRestored),
         counts=(families.LEASES_ADOPTED,),
         of_regions=(families.REGIONS_ADOPTED,),
     )
     """An earlier daemon's lease continues, and its teardown too."""
     # Answers to requests about leases, and to operators.
     RENEWED = FactRow(
-        sources=(Renewed,),
+        sources=(events.Renewed,),
         is_answer=True,
         logs=(LogEvent.LEASE_RENEWED,),
         audit=RecordKind.RENEW,
         counts=(families.LEASES_RENEWED,),
         of_regions=(families.REGIONS_RENEWED,),
     )
-    RESIZED = FactRow(sources=(Resized,), is_answer=True, logs=(LogEvent.LEASE_RESIZED,), audit=RecordKind.RESIZE)
+    RESIZED = FactRow(
+        sources=(events.Resized,), is_answer=True, logs=(LogEvent.LEASE_RESIZED,), audit=RecordKind.RESIZE
+    )
     PARK_DONE = FactRow(
-        sources=(SessionParkDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+        sources=(events.SessionParkDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
     MOVE_DONE = FactRow(
-        sources=(SessionMoved,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+        sources=(events.SessionMoved,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
-    CANCEL_SET = FactRow(sources=(RegionCancelSet,), is_answer=True)
-    FREED = FactRow(sources=(FreeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
-    REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
+    CANCEL_SET = FactRow(sources=(events.RegionCancelSet,), is_answer=True)
+    FREED = FactRow(
+        sources=(events.FreeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+    )
+    REVOKED = FactRow(
+        sources=(events.RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+    )
     FENCES_CLEARED = FactRow(
-        sources=(SlicesCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+        sources=(events.SlicesCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
     UNFENCED = FactRow(
-        sources=(SlicesCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=RecordKind.CLEAR
+        sources=(events.SlicesCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=RecordKind.CLEAR
     )
     """Fences were cleared: one fact for each lease."""
-    DRAIN_SET = FactRow(sources=(DrainSet,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
+    DRAIN_SET = FactRow(
+        sources=(events.DrainSet,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+    )
     DENIED = FactRow(
-        sources=(RequestDenied,),
+        sources=(events.RequestDenied,),
         is_answer=True,
         logs=(LogEvent.REQUEST_DENIED,),
         audit=RecordKind.DENY,
@@ -192,64 +157,67 @@ class FactKind(Enum):
     )
     # Facts about leases, up to their end.
     FAULTED = FactRow(
-        sources=(SessionFaulted,),
+        sources=(events.SessionFaulted,),
         logs=(LogEvent.SESSION_FAULTED,),
         audit=RecordKind.FAULT,
         has_worker=True,
         counts=(families.SESSION_FAULTS,),
     )
     """A lease's session lost its context. There is one such fact for each session."""
-    SUBMIT_FAULTED = FactRow(sources=(SessionFaulted,), counts=(families.SESSION_FAULTS,))
+    SUBMIT_FAULTED = FactRow(sources=(events.SessionFaulted,), counts=(families.SESSION_FAULTS,))
     """A submit lost its context. There is one such fact for each submit."""
     PARKED = FactRow(
-        sources=(LeaseParked,),
+        sources=(events.LeaseParked,),
         logs=(LogEvent.LEASE_PARKED,),
         audit=RecordKind.PARK,
         counts=(families.LEASES_PARKED,),
     )
     """A session's bytes are in the host's memory, and proved free on the card."""
     UNPARKED = FactRow(
-        sources=(LeaseReturned,),
+        sources=(events.LeaseReturned,),
         logs=(LogEvent.LEASE_RETURNED,),
         audit=RecordKind.RETURN,
         counts=(families.LEASES_RETURNED,),
     )
     """A parked session is on its card again."""
     LEFT = FactRow(
-        sources=(LeaseLeft,),
+        sources=(events.LeaseLeft,),
         logs=(LogEvent.LEASE_COLD,),
         audit=RecordKind.COLD,
         counts=(families.LEASES_COLD,),
     )
     """A parked session has left its worker, and the worker is ended."""
     MOVED = FactRow(
-        sources=(LeaseMoved,),
+        sources=(events.LeaseMoved,),
         logs=(LogEvent.LEASE_MOVED,),
         audit=RecordKind.MOVE,
         counts=(families.LEASES_MOVED,),
     )
     """A session is complete on another card."""
     UPGRADED = FactRow(
-        sources=(WorkerReplaced,),
+        sources=(events.WorkerReplaced,),
         logs=(LogEvent.LEASE_UPGRADED,),
         audit=RecordKind.UPGRADE,
         has_worker=True,
     )
     """A session has left a worker of another version."""
     PARK_FAILED = FactRow(
-        sources=(ParkFailed,),
+        sources=(events.ParkFailed,),
         logs=(LogEvent.LEASE_PARK_FAILED,),
         counts=(families.PARKS_FAILED, families.PARK_FAILURES),
     )
     """A session could not be parked, or could not return."""
     ENDING = FactRow(
-        sources=(RefuseWork, SetRegion), logs=(LogEvent.LEASE_ENDING,), audit=RecordKind.OVER, has_worker=True
+        sources=(events.RefuseWork, events.SetRegion),
+        logs=(LogEvent.LEASE_ENDING,),
+        audit=RecordKind.OVER,
+        has_worker=True,
     )
     """Work of a lease that was granted is refused from now on."""
-    CANCELLED = FactRow(sources=(RefuseWork, SetRegion))
+    CANCELLED = FactRow(sources=(events.RefuseWork, events.SetRegion))
     """A lease that was never granted ends."""
     ENDED = FactRow(
-        sources=(LeaseEnded,),
+        sources=(events.LeaseEnded,),
         logs=(LogEvent.LEASE_RECLAIMED,),
         audit=RecordKind.END,
         counts_lives=(families.LEASES_DROPPED,),
@@ -257,7 +225,7 @@ class FactKind(Enum):
     )
     """A lease's bytes are proved free."""
     FENCED = FactRow(
-        sources=(LeaseEnded,),
+        sources=(events.LeaseEnded,),
         logs=(LogEvent.LEASE_FENCED,),
         audit=RecordKind.FENCE,
         counts=(families.FENCES,),
@@ -267,28 +235,28 @@ class FactKind(Enum):
     """A lease's bytes are fenced."""
     # Submits, warm contexts and cards.
     SUBMIT_READY = FactRow(
-        sources=(SubmitReady,),
+        sources=(events.SubmitReady,),
         is_answer=True,
         logs=(LogEvent.SUBMIT_READY,),
         audit=RecordKind.SUBMIT,
         counts=(families.SUBMITS,),
     )
-    SUBMIT_ENDED = FactRow(sources=(SubmitEnded,), logs=(LogEvent.SUBMIT_ENDED,), audit=RecordKind.SUBMIT)
-    SUBMIT_FENCED = FactRow(sources=(SubmitFenced,), logs=(LogEvent.SUBMIT_FENCED,), audit=RecordKind.SUBMIT)
-    WARM_TAKEN = FactRow(sources=(RenameWorker, SpawnSubmit), counts=(families.WARM_TAKEN,))
+    SUBMIT_ENDED = FactRow(sources=(events.SubmitEnded,), logs=(LogEvent.SUBMIT_ENDED,), audit=RecordKind.SUBMIT)
+    SUBMIT_FENCED = FactRow(sources=(events.SubmitFenced,), logs=(LogEvent.SUBMIT_FENCED,), audit=RecordKind.SUBMIT)
+    WARM_TAKEN = FactRow(sources=(events.RenameWorker, events.SpawnSubmit), counts=(families.WARM_TAKEN,))
     """A lease or submit took a warm context."""
-    WARM_RECYCLED = FactRow(sources=(RecycleWorker,), counts=(families.WARM_RECYCLED,))
+    WARM_RECYCLED = FactRow(sources=(events.RecycleWorker,), counts=(families.WARM_RECYCLED,))
     """A lease's worker became a warm context."""
-    WARM_LOST = FactRow(sources=(WarmEnded,), logs=(LogEvent.WARM_GONE,), counts=(families.WARM_LOST,))
+    WARM_LOST = FactRow(sources=(events.WarmEnded,), logs=(LogEvent.WARM_GONE,), counts=(families.WARM_LOST,))
     """A warm context is gone, and its bytes are free."""
     WARM_FENCED = FactRow(
-        sources=(WarmEnded,),
+        sources=(events.WarmEnded,),
         logs=(LogEvent.WARM_FENCED,),
         audit=RecordKind.POOL,
         counts=(families.WARM_LOST, families.FENCES),
     )
     """The bytes of a warm context are fenced."""
-    CAPACITY_CHANGED = FactRow(sources=(CapacityChanged,), logs=(LogEvent.CARD_GREW, LogEvent.CARD_SHRANK))
+    CAPACITY_CHANGED = FactRow(sources=(events.CapacityChanged,), logs=(LogEvent.CARD_GREW, LogEvent.CARD_SHRANK))
 
     # Each fact is a lookup by member. `Enum` hashes members' names, which is slow.
     __hash__ = object.__hash__
@@ -313,19 +281,19 @@ class RequestKind(NamedTuple):
 
 
 REQUESTS: Final[dict[type, RequestKind]] = {
-    AcquireRequested: RequestKind(True, "acquire", Opcode.LEASE_ALLOC),
-    RenewRequested: RequestKind(True, "renew", Opcode.LEASE_RENEW),
+    events.AcquireRequested: RequestKind(True, "acquire", Opcode.LEASE_ALLOC),
+    events.RenewRequested: RequestKind(True, "renew", Opcode.LEASE_RENEW),
     SubmitRequested: RequestKind(True, "submit", Opcode.GPU_SUBMIT),
-    FreeRequested: RequestKind(True, "free", Opcode.LEASE_FREE),
-    RegionRequested: RequestKind(True, "region_open", Opcode.REGION_OPEN),
-    RegionCancelRequested: RequestKind(True, "region_cancel", Opcode.REGION_CANCEL),
-    ResizeRequested: RequestKind(True, "resize", Opcode.LEASE_RESIZE),
-    ParkRequested: RequestKind(True, "park", Opcode.LEASE_PARK),
-    MoveRequested: RequestKind(True, "move", Opcode.LEASE_MOVE),
-    RevokeRequested: RequestKind(False, "revoke", Opcode.LEASE_REVOKE),
-    FenceClearRequested: RequestKind(False, "fence_clear", Opcode.FENCE_CLEAR),
-    DrainRequested: RequestKind(False, "drain", Opcode.DRAIN),
-    DrainCancelled: RequestKind(False, "drain_cancel", Opcode.DRAIN_CANCEL),
+    events.FreeRequested: RequestKind(True, "free", Opcode.LEASE_FREE),
+    events.RegionRequested: RequestKind(True, "region_open", Opcode.REGION_OPEN),
+    events.RegionCancelRequested: RequestKind(True, "region_cancel", Opcode.REGION_CANCEL),
+    events.ResizeRequested: RequestKind(True, "resize", Opcode.LEASE_RESIZE),
+    events.ParkRequested: RequestKind(True, "park", Opcode.LEASE_PARK),
+    events.MoveRequested: RequestKind(True, "move", Opcode.LEASE_MOVE),
+    events.RevokeRequested: RequestKind(False, "revoke", Opcode.LEASE_REVOKE),
+    events.FenceClearRequested: RequestKind(False, "fence_clear", Opcode.FENCE_CLEAR),
+    events.DrainRequested: RequestKind(False, "drain", Opcode.DRAIN),
+    events.DrainCancelled: RequestKind(False, "drain_cancel", Opcode.DRAIN_CANCEL),
 }
 """The events that are requests."""
 

@@ -6,43 +6,9 @@ The history remembers open requests and live leases. Its only I/O is a log line 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from gpulease.daemon.leases import events
 from gpulease.daemon.leases.acquire_steps import AcquireStep, Checked
-from gpulease.daemon.leases.events import (
-    AcquireRequested,
-    CapacityChanged,
-    Effect,
-    Event,
-    Granted,
-    KillWorker,
-    LeaseEnded,
-    LeaseLeft,
-    LeaseMoved,
-    LeaseParked,
-    LeaseRestored,
-    LeaseReturned,
-    ParkFailed,
-    RecycleWorker,
-    RefuseWork,
-    RegionGranted,
-    RegionRestored,
-    RenameWorker,
-    RequestDenied,
-    RequesterGone,
-    SessionFaulted,
-    SetRegion,
-    SlicesCleared,
-    SpawnSubmit,
-    SpawnWorker,
-    SubmitEnded,
-    SubmitFenced,
-    SubmitReady,
-    WarmEnded,
-    WorkerExited,
-    WorkerFailed,
-    WorkerReady,
-    WorkerReplaced,
-    WorkerScrubbed,
-)
+from gpulease.daemon.leases.events import Effect, Event
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, WorkerKind, kind_of
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import LogEvent
@@ -89,42 +55,42 @@ class LeaseHistory:
         # Leases and submits with a reported fault: a second fault of the same session makes no fact.
         self._faulted: set[int] = set()
         self._on_event: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
-            AcquireRequested: self._requested,
-            WorkerReady: self._worker_ready,
-            WorkerFailed: self._worker_failed,
-            WorkerScrubbed: self._scrubbed,
-            SessionFaulted: self._session_faulted,
-            LeaseRestored: self._restored,
-            RegionRestored: self._region_restored,
+            events.AcquireRequested: self._requested,
+            events.WorkerReady: self._worker_ready,
+            events.WorkerFailed: self._worker_failed,
+            events.WorkerScrubbed: self._scrubbed,
+            events.SessionFaulted: self._session_faulted,
+            events.LeaseRestored: self._restored,
+            events.RegionRestored: self._region_restored,
         }
         self._on_effect: Final[dict[type, Callable[[Any, int], Fact | None]]] = {
-            SpawnWorker: self._placed,
-            KillWorker: self._killed,
-            Granted: self._granted,
-            RegionGranted: self._granted,
+            events.SpawnWorker: self._placed,
+            events.KillWorker: self._killed,
+            events.Granted: self._granted,
+            events.RegionGranted: self._granted,
             Checked: self._checked,
-            RequestDenied: self._denied,
-            RefuseWork: self._refused_work,
-            SetRegion: self._set_region,
-            LeaseEnded: self._ended,
-            SubmitReady: self._submit_ready,
-            SubmitEnded: self._submit_ended,
-            SubmitFenced: self._submit_fenced,
-            RenameWorker: self._renamed,
-            SpawnSubmit: self._submit_spawned,
-            RecycleWorker: self._recycled,
-            WarmEnded: self._warm_ended,
-            CapacityChanged: self._capacity_changed,
-            LeaseParked: lambda effect, now_ns: _parking(FactKind.PARKED, effect, now_ns),
-            LeaseReturned: lambda effect, now_ns: _parking(FactKind.UNPARKED, effect, now_ns),
-            ParkFailed: lambda effect, now_ns: _parking(FactKind.PARK_FAILED, effect, now_ns),
-            LeaseLeft: lambda effect, now_ns: _parking(FactKind.LEFT, effect, now_ns),
-            LeaseMoved: self._moved,
-            WorkerReplaced: lambda effect, now_ns: _parking(FactKind.UPGRADED, effect, now_ns),
+            events.RequestDenied: self._denied,
+            events.RefuseWork: self._refused_work,
+            events.SetRegion: self._set_region,
+            events.LeaseEnded: self._ended,
+            events.SubmitReady: self._submit_ready,
+            events.SubmitEnded: self._submit_ended,
+            events.SubmitFenced: self._submit_fenced,
+            events.RenameWorker: self._renamed,
+            events.SpawnSubmit: self._submit_spawned,
+            events.RecycleWorker: self._recycled,
+            events.WarmEnded: self._warm_ended,
+            events.CapacityChanged: self._capacity_changed,
+            events.LeaseParked: lambda effect, now_ns: _parking(FactKind.PARKED, effect, now_ns),
+            events.LeaseReturned: lambda effect, now_ns: _parking(FactKind.UNPARKED, effect, now_ns),
+            events.ParkFailed: lambda effect, now_ns: _parking(FactKind.PARK_FAILED, effect, now_ns),
+            events.LeaseLeft: lambda effect, now_ns: _parking(FactKind.LEFT, effect, now_ns),
+            events.LeaseMoved: self._moved,
+            events.WorkerReplaced: lambda effect, now_ns: _parking(FactKind.UPGRADED, effect, now_ns),
         }
         # `_answer_of` makes the facts of all other effects, which are answers. `_follow` makes those of WorkerExited
         # and UNFENCED.
-        handled = {*self._on_event, *self._on_effect, WorkerExited}
+        handled = {*self._on_event, *self._on_effect, events.WorkerExited}
         for kind in FactKind:
             for source in kind.row.sources:
                 if source in handled:
@@ -178,9 +144,9 @@ class LeaseHistory:
             if fact.kind is FactKind.FENCES_CLEARED:
                 facts += self._unfenced(fact)
         # Step 4: forget the request of a requester that is gone, and put a worker's end before the effects.
-        if isinstance(event, RequesterGone):
+        if isinstance(event, events.RequesterGone):
             self._forget_request(self._requests.pop(event.request, None))
-        elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
+        elif isinstance(event, events.WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
             # The fact has the lease's times after the effects, because the worker's end may refuse the lease's work.
             times = self._times.get(event.worker_id, NO_TIMES)
             facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.worker_id, None, None, times))
@@ -193,7 +159,7 @@ class LeaseHistory:
 
     # --- events ---
 
-    def _requested(self, event: AcquireRequested, now_ns: int) -> Fact | None:
+    def _requested(self, event: events.AcquireRequested, now_ns: int) -> Fact | None:
         # The time of an acquire starts here. A second step of the same acquire starts it again.
         self._times[event.lease_id] = times = Times(now_ns)
         if event.step is AcquireStep.PLACE:
@@ -201,7 +167,7 @@ class LeaseHistory:
             return None
         return Fact(FactKind.REQUESTED, now_ns, event, event.lease_id, None, None, times)
 
-    def _worker_ready(self, event: WorkerReady, now_ns: int) -> Fact | None:
+    def _worker_ready(self, event: events.WorkerReady, now_ns: int) -> Fact | None:
         if kind_of(event.worker_id) is not WorkerKind.LEASE:
             return None
         times = self._times.get(event.worker_id, NO_TIMES)
@@ -210,15 +176,15 @@ class LeaseHistory:
             self._times[event.worker_id] = Times(times.asked_ns, None, *times[2:])
         return Fact(FactKind.WORKER_READY, now_ns, event, event.worker_id, None, None, times)
 
-    def _worker_failed(self, event: WorkerFailed, now_ns: int) -> Fact | None:
+    def _worker_failed(self, event: events.WorkerFailed, now_ns: int) -> Fact | None:
         if kind_of(event.worker_id) is not WorkerKind.LEASE:
             return None
         return Fact(FactKind.WORKER_FAILED, now_ns, event, event.worker_id)
 
-    def _scrubbed(self, event: WorkerScrubbed, now_ns: int) -> Fact | None:
+    def _scrubbed(self, event: events.WorkerScrubbed, now_ns: int) -> Fact | None:
         return Fact(FactKind.SCRUB_DOUBTED, now_ns, event, event.lease_id) if event.doubt else None
 
-    def _session_faulted(self, event: SessionFaulted, now_ns: int) -> Fact | None:
+    def _session_faulted(self, event: events.SessionFaulted, now_ns: int) -> Fact | None:
         number = event.worker_id
         # The number is a submit's or a lease's. Only a session's first fault makes a fact, and only before the lease's
         # end.
@@ -230,14 +196,14 @@ class LeaseHistory:
         kind = FactKind.SUBMIT_FAULTED if of_submit else FactKind.FAULTED
         return Fact(kind, now_ns, event, lease.lease_id, lease)
 
-    def _restored(self, event: LeaseRestored, now_ns: int) -> Fact | None:
+    def _restored(self, event: events.LeaseRestored, now_ns: int) -> Fact | None:
         return self._adopted(event, event.kept.lease_id, event.kept.created_ns, now_ns)
 
-    def _region_restored(self, event: RegionRestored, now_ns: int) -> Fact | None:
+    def _region_restored(self, event: events.RegionRestored, now_ns: int) -> Fact | None:
         return self._adopted(event, event.kept.region_id, event.kept.created_ns, now_ns)
 
     def _adopted(
-        self, event: LeaseRestored | RegionRestored, lease_id: int, created_ns: int, now_ns: int
+        self, event: events.LeaseRestored | events.RegionRestored, lease_id: int, created_ns: int, now_ns: int
     ) -> Fact | None:
         lease = self._lookup(lease_id)
         # A restored lease that has ended or is fenced does not continue.
@@ -259,7 +225,7 @@ class LeaseHistory:
 
         return answered
 
-    def _granted(self, effect: Granted | RegionGranted, now_ns: int) -> Fact:
+    def _granted(self, effect: events.Granted | events.RegionGranted, now_ns: int) -> Fact:
         lease = effect.lease
         before = self._times.get(lease.lease_id, NO_TIMES)
         # The lease's life begins with this grant. The same event may already have refused its work.
@@ -268,7 +234,7 @@ class LeaseHistory:
         request = self._take_request(effect.request, now_ns)
         return Fact(FactKind.GRANTED, now_ns, effect, lease.lease_id, lease, request, times)
 
-    def _denied(self, effect: RequestDenied, now_ns: int) -> Fact:
+    def _denied(self, effect: events.RequestDenied, now_ns: int) -> Fact:
         request = self._take_request(effect.request, now_ns)
         self._forget_request(request)
         lease_id = getattr(request.event, "lease_id", 0)
@@ -278,12 +244,12 @@ class LeaseHistory:
         """Forget an acquire that passed its check. After its name is claimed, it comes again as a new request."""
         self._forget_request(self._take_request(effect.request, now_ns))
 
-    def _submit_ready(self, effect: SubmitReady, now_ns: int) -> Fact:
+    def _submit_ready(self, effect: events.SubmitReady, now_ns: int) -> Fact:
         request, lease = self._take_request(effect.request, now_ns), self._lookup(effect.lease_id)
         return Fact(FactKind.SUBMIT_READY, now_ns, effect, effect.lease_id, lease, request)
 
     def _unfenced(self, cleared: Fact) -> list[Fact]:
-        effect: SlicesCleared = cleared.source
+        effect: events.SlicesCleared = cleared.source
         return [
             Fact(FactKind.UNFENCED, cleared.now_ns, effect, lease_id, self._lookup(lease_id), cleared.request)
             for lease_id in effect.lease_ids
@@ -294,7 +260,7 @@ class LeaseHistory:
 
     def _forget_request(self, request: ReceivedRequest | None) -> None:
         """Forget the times of a requested lease that was not placed, and now will not be."""
-        if request is None or not isinstance(request.event, AcquireRequested):
+        if request is None or not isinstance(request.event, events.AcquireRequested):
             return
         times = self._times.get(request.event.lease_id)
         if times is not None and times.spawned_ns is None and times.over_ns is None:
@@ -302,7 +268,7 @@ class LeaseHistory:
 
     # --- other effects ---
 
-    def _placed(self, effect: SpawnWorker, now_ns: int) -> Fact:
+    def _placed(self, effect: events.SpawnWorker, now_ns: int) -> Fact:
         lease_id = effect.lease_id
         # Keep the time of the acquire, from which the grant's latency is measured.
         before = self._times.get(lease_id, NO_TIMES)
@@ -310,17 +276,17 @@ class LeaseHistory:
         is_warm = self._renamed_to == lease_id
         return Fact(FactKind.PLACED, now_ns, effect, lease_id, None, None, times, "", is_warm)
 
-    def _killed(self, effect: KillWorker, now_ns: int) -> Fact | None:
+    def _killed(self, effect: events.KillWorker, now_ns: int) -> Fact | None:
         if kind_of(effect.worker_id) is not WorkerKind.LEASE:
             return None
         return Fact(FactKind.WORKER_KILLED, now_ns, effect, effect.worker_id)
 
-    def _refused_work(self, effect: RefuseWork, now_ns: int) -> Fact | None:
+    def _refused_work(self, effect: events.RefuseWork, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.worker_id)
         # The end of a warm context is the fact of `WarmEnded`.
         return None if lease is None else self._over(effect, lease, effect.cause, now_ns)
 
-    def _set_region(self, effect: SetRegion, now_ns: int) -> Fact | None:
+    def _set_region(self, effect: events.SetRegion, now_ns: int) -> Fact | None:
         region = self._lookup(effect.region_id)
         if effect.word not in ENDED_WORDS or region is None or region.cause is None:
             return None
@@ -328,29 +294,31 @@ class LeaseHistory:
         is_over = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
         return None if is_over else self._over(effect, region, region.cause, now_ns)
 
-    def _moved(self, effect: LeaseMoved, now_ns: int) -> Fact:
+    def _moved(self, effect: events.LeaseMoved, now_ns: int) -> Fact:
         return _parking(FactKind.MOVED, effect, now_ns)._replace(use=self._use_of(effect.lease.lease_id))
 
-    def _over(self, effect: RefuseWork | SetRegion, lease: LeaseSnapshot, cause: Cause, now_ns: int) -> Fact:
+    def _over(
+        self, effect: events.RefuseWork | events.SetRegion, lease: LeaseSnapshot, cause: Cause, now_ns: int
+    ) -> Fact:
         before = self._times.get(lease.lease_id, NO_TIMES)
         self._times[lease.lease_id] = times = Times(*before[:5], now_ns, cause)
         # A lease that was never granted is only cancelled, because its tenant gets a denial.
         kind = FactKind.ENDING if times.is_granted else FactKind.CANCELLED
         return Fact(kind, now_ns, effect, lease.lease_id, lease, None, times)
 
-    def _ended(self, effect: LeaseEnded, now_ns: int) -> Fact:
+    def _ended(self, effect: events.LeaseEnded, now_ns: int) -> Fact:
         lease_id = effect.lease.lease_id
         self._faulted.discard(lease_id)
         return _end_of(effect.lease, effect, now_ns, self._times.pop(lease_id, NO_TIMES), self._use_of(lease_id))
 
-    def _submit_ended(self, effect: SubmitEnded, now_ns: int) -> Fact:
+    def _submit_ended(self, effect: events.SubmitEnded, now_ns: int) -> Fact:
         self._faulted.discard(effect.submit_id)
         return Fact(FactKind.SUBMIT_ENDED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
 
-    def _submit_fenced(self, effect: SubmitFenced, now_ns: int) -> Fact:
+    def _submit_fenced(self, effect: events.SubmitFenced, now_ns: int) -> Fact:
         return Fact(FactKind.SUBMIT_FENCED, now_ns, effect, effect.lease_id, self._lookup(effect.lease_id))
 
-    def _renamed(self, effect: RenameWorker, now_ns: int) -> Fact | None:
+    def _renamed(self, effect: events.RenameWorker, now_ns: int) -> Fact | None:
         # The spawn that follows in the same event uses this context.
         self._renamed_to = effect.to_id
         # A lease's worker that is recycled is also renamed. Only a warm context that gets a lease counts as taken.
@@ -358,29 +326,34 @@ class LeaseHistory:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, lease.lease_id, card=lease.card_uuid)
 
-    def _submit_spawned(self, effect: SpawnSubmit, now_ns: int) -> Fact | None:
+    def _submit_spawned(self, effect: events.SpawnSubmit, now_ns: int) -> Fact | None:
         # The submit has a new worker, so the pool was not used.
         if not effect.is_warm:
             return None
         return Fact(FactKind.WARM_TAKEN, now_ns, effect, effect.lease_id, card=effect.card_uuid)
 
-    def _recycled(self, effect: RecycleWorker, now_ns: int) -> Fact | None:
+    def _recycled(self, effect: events.RecycleWorker, now_ns: int) -> Fact | None:
         lease = self._lookup(effect.lease_id)
         if lease is None:
             return None
         return Fact(FactKind.WARM_RECYCLED, now_ns, effect, lease.lease_id, card=lease.card_uuid)
 
-    def _warm_ended(self, effect: WarmEnded, now_ns: int) -> Fact:
+    def _warm_ended(self, effect: events.WarmEnded, now_ns: int) -> Fact:
         kind = FactKind.WARM_FENCED if effect.is_fenced else FactKind.WARM_LOST
         return Fact(kind, now_ns, effect, card=effect.card_uuid)
 
-    def _capacity_changed(self, effect: CapacityChanged, now_ns: int) -> Fact:
+    def _capacity_changed(self, effect: events.CapacityChanged, now_ns: int) -> Fact:
         return Fact(FactKind.CAPACITY_CHANGED, now_ns, effect)
 
 
 def _parking(
     kind: FactKind,
-    effect: LeaseParked | LeaseReturned | ParkFailed | LeaseLeft | LeaseMoved | WorkerReplaced,
+    effect: events.LeaseParked
+    | events.LeaseReturned
+    | events.ParkFailed
+    | events.LeaseLeft
+    | events.LeaseMoved
+    | events.WorkerReplaced,
     now_ns: int,
 ) -> Fact:
     return Fact(kind, now_ns, effect, effect.lease.lease_id, effect.lease)
@@ -392,7 +365,7 @@ def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:
 
 
 def _end_of(
-    lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times, use: LeaseTimeUse | None = None
+    lease: LeaseSnapshot, effect: events.LeaseEnded | None, now_ns: int, times: Times, use: LeaseTimeUse | None = None
 ) -> Fact:
     kind = FactKind.FENCED if lease.state is LeaseState.FENCED else FactKind.ENDED
     return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times, use=use)

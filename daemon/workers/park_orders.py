@@ -17,28 +17,8 @@ from gpulease.daemon.contract.control_page import SESSION_USES, Counter, sealed_
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
-from gpulease.daemon.leases.events import (
-    AdoptSession,
-    CopyAhead,
-    DropParkMemory,
-    Event,
-    GiveParkMemory,
-    LeaseLeft,
-    LeaveSession,
-    ParkSession,
-    RefuseWaitingOperations,
-    ReturnSession,
-    ReturnWanted,
-    SessionParked,
-    SessionParkRefused,
-    SessionReturned,
-    SessionReturnFailed,
-    SessionStays,
-    SessionsUsed,
-    StayClaimed,
-    StaySession,
-    WatchClients,
-)
+from gpulease.daemon.leases import events
+from gpulease.daemon.leases.events import Event
 from gpulease.daemon.leases.parking import host_bytes_of
 from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
@@ -102,7 +82,7 @@ class ParkOrders:
 
     # --- orders ---
 
-    def give_memory(self, order: GiveParkMemory) -> None:
+    def give_memory(self, order: events.GiveParkMemory) -> None:
         """Give a worker host memory for its session. Without it the worker refuses to park, with that reason."""
         size_bytes = host_bytes_of(order.host_bytes + self._allowance_bytes)
         # The file is sparse: parts that the session does not fill take no memory. It lasts as long as the worker's
@@ -114,54 +94,54 @@ class ParkOrders:
             finally:
                 os.close(fd)
 
-    def drop_memory(self, order: DropParkMemory) -> None:
+    def drop_memory(self, order: events.DropParkMemory) -> None:
         self._send(order.lease_id, messages.ParkMemoryOrder())
 
-    def copy_ahead(self, order: CopyAhead) -> None:
+    def copy_ahead(self, order: events.CopyAhead) -> None:
         # A worker that does not receive this, or does not know it, copies everything when it parks its session.
         self._send(order.lease_id, messages.CopyAheadOrder())
 
-    def park(self, order: ParkSession) -> None:
+    def park(self, order: events.ParkSession) -> None:
         until_ns = time.monotonic_ns() + order.grace_ms * NS_PER_MS
         if not self._send(order.lease_id, messages.ParkOrder(order.number, until_ns, order.in_place)):
-            self._post(SessionParkRefused(order.lease_id, order.number, _IS_FULL))
+            self._post(events.SessionParkRefused(order.lease_id, order.number, _IS_FULL))
 
-    def bring_back(self, order: ReturnSession) -> None:
+    def bring_back(self, order: events.ReturnSession) -> None:
         if not self._send(order.lease_id, messages.ReturnOrder(order.number)):
-            self._post(SessionReturnFailed(order.lease_id, order.number, _IS_FULL))
+            self._post(events.SessionReturnFailed(order.lease_id, order.number, _IS_FULL))
 
-    def refuse_return(self, order: RefuseWaitingOperations) -> None:
+    def refuse_return(self, order: events.RefuseWaitingOperations) -> None:
         # A worker that does not receive this asks again within a second.
         self._send(order.lease_id, messages.RefuseReturn(order.number, order.reason))
 
-    def leave(self, order: LeaveSession) -> None:
+    def leave(self, order: events.LeaveSession) -> None:
         """Order a worker to send its session's image. Posts SessionStays if that can't begin."""
         # An order to stay from the previous park is still waiting, and would end this one.
         if order.lease_id in self._stays:
-            self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
+            self._post(events.SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
             return
         # The worker runs another version: if its session did not fit a worker of this version, the lease would end.
         # Only an upgrade, which keeps the worker, is allowed.
         worker = self._workers.worker(order.lease_id)
         if self._moves_modules and not order.is_upgrade and worker is not None and worker.earlier_version:
-            self._post(SessionStays(order.lease_id, order.number, _IS_EARLIER, is_lasting=False))
+            self._post(events.SessionStays(order.lease_id, order.number, _IS_EARLIER, is_lasting=False))
             return
         try:
             channel = self._workers.images.begin(order.lease_id, order.number, in_place=order.in_place)
         except OSError as error:
-            self._post(SessionStays(order.lease_id, order.number, str(error), is_lasting=False))
+            self._post(events.SessionStays(order.lease_id, order.number, str(error), is_lasting=False))
             return
         with channel:
             if not self._send(
                 order.lease_id, messages.LeaveOrder(order.number, order.carries, order.by_ring), channel.fileno()
             ):
                 self._workers.images.discard(order.lease_id)
-                self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
+                self._post(events.SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
 
-    def keep_image(self, effect: LeaseLeft) -> None:
+    def keep_image(self, effect: events.LeaseLeft) -> None:
         self._workers.keep_image(effect.lease.lease_id)
 
-    def stay(self, order: StaySession) -> None:
+    def stay(self, order: events.StaySession) -> None:
         """Order a worker to serve its session again. Until it has the order, it serves no client."""
         if self._send(order.lease_id, messages.StayOrder(order.number)):
             self._stays.discard(order.lease_id)
@@ -170,21 +150,21 @@ class ParkOrders:
             self._stays.add(order.lease_id)
             asyncio.get_running_loop().call_later(STAY_AGAIN_S, self._stay_again, order)
 
-    def _stay_again(self, order: StaySession) -> None:
+    def _stay_again(self, order: events.StaySession) -> None:
         # The order may have been sent by now, because the worker reported its image late.
         if order.lease_id in self._stays:
             self.stay(order)
 
-    def adopt(self, order: AdoptSession) -> None:
+    def adopt(self, order: events.AdoptSession) -> None:
         """Send a cold session's image to its new worker. If that fails, post the event that ends the return."""
         worker = self._workers.worker(order.lease_id)
         # If the worker has ended, that ends the lease anyway.
         if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker, order.refusal):
             self._workers.images.on_mismatch(order.lease_id, worker)
             reason = "its image can't be sent to its new worker"
-            self._post(SessionReturnFailed(order.lease_id, order.number, reason, is_mismatch=True))
+            self._post(events.SessionReturnFailed(order.lease_id, order.number, reason, is_mismatch=True))
 
-    def watch_clients(self, order: WatchClients) -> None:
+    def watch_clients(self, order: events.WatchClients) -> None:
         self._workers.images.watch_later(order.lease_id)
 
     def _send(self, lease_id: int, message: Message, fd: int = -1) -> bool:
@@ -214,30 +194,32 @@ class ParkOrders:
                 kept_bytes = min(message.kept_bytes, lease.size_bytes)
                 ahead_bytes = min(message.ahead_bytes, moved_bytes)
                 self._post(
-                    SessionParked(lease_id, message.number, moved_bytes, kept_bytes, message.in_place, ahead_bytes)
+                    events.SessionParked(
+                        lease_id, message.number, moved_bytes, kept_bytes, message.in_place, ahead_bytes
+                    )
                 )
             case messages.ParkRefusedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
                 lacks_memory = message.why is messages.ParkRefusal.NO_MEMORY
-                self._post(SessionParkRefused(lease_id, message.number, reason, lacks_memory=lacks_memory))
+                self._post(events.SessionParkRefused(lease_id, message.number, reason, lacks_memory=lacks_memory))
             case messages.ReturnWantedReport():
-                self._post(ReturnWanted(lease_id, message.number))
+                self._post(events.ReturnWanted(lease_id, message.number))
             case messages.ReturnedReport():
                 moved_bytes = min(message.moved_bytes, lease.size_bytes + self._allowance_bytes)
                 self._workers.images.on_adopted(lease_id, self._workers.worker(lease_id))
-                self._post(SessionReturned(lease_id, message.number, moved_bytes))
+                self._post(events.SessionReturned(lease_id, message.number, moved_bytes))
             case messages.ReturnFailedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
                 images, worker = self._workers.images, self._workers.worker(lease_id)
                 (images.on_mismatch if message.is_mismatch else images.on_adopted)(lease_id, worker)
-                self._post(SessionReturnFailed(lease_id, message.number, reason, message.is_mismatch))
+                self._post(events.SessionReturnFailed(lease_id, message.number, reason, message.is_mismatch))
             case messages.ImagedReport():
                 if not self._workers.images.on_imaged(lease_id, message):
-                    self.stay(StaySession(lease_id, message.number))
+                    self.stay(events.StaySession(lease_id, message.number))
             case messages.LeaveRefusedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
                 self._workers.images.stay(lease_id, self._workers.worker(lease_id))
-                self._post(SessionStays(lease_id, message.number, reason, message.is_lasting))
+                self._post(events.SessionStays(lease_id, message.number, reason, message.is_lasting))
 
     # --- claims on the workers' pages ---
 
@@ -258,7 +240,7 @@ class ParkOrders:
                 used.append(lease_id)
         self._uses = uses
         if used:
-            self._post(SessionsUsed(tuple(used)))
+            self._post(events.SessionsUsed(tuple(used)))
 
     def _poll_stays(self) -> None:
         reasons: dict[int, str] = {}
@@ -269,7 +251,7 @@ class ParkOrders:
         former, self._stays_claimed = self._stays_claimed, reasons
         for lease_id in former.keys() | reasons.keys():
             if (reason := reasons.get(lease_id, "")) != former.get(lease_id, ""):
-                self._post(StayClaimed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
+                self._post(events.StayClaimed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
 
     def _on_fault(self, error: Exception) -> None:
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="polling what workers claim of their sessions")

@@ -12,20 +12,8 @@ from typing import Final
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.message_fields import U64_MAX, Message
 from gpulease.daemon.contract.regions_page import BrokerRegionsPage
-from gpulease.daemon.leases.events import (
-    EndRegion,
-    Event,
-    OpenRegion,
-    RegionEnded,
-    RegionOpened,
-    RegionRefused,
-    RegionReleased,
-    RegionStuck,
-    ResizeSlice,
-    SessionCondemned,
-    SetRegion,
-    SliceResized,
-)
+from gpulease.daemon.leases import events
+from gpulease.daemon.leases.events import Event
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.workers.region_link import RegionLink
@@ -74,12 +62,14 @@ class RegionOrders:
 
     # --- orders ---
 
-    def open(self, order: OpenRegion) -> None:
+    def open(self, order: events.OpenRegion) -> None:
         region = messages.OpenRegionOrder(order.region_id, order.slot, order.number, order.size_bytes)
         if (problem := self._send(order.lease_id, region)) is not None:
-            self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
+            self._post(
+                events.RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}.")
+            )
 
-    def set(self, order: SetRegion) -> None:
+    def set(self, order: events.SetRegion) -> None:
         """Write a region's word, which the session's worker reads, or its next worker if it has none now."""
         try:
             page = self._page(order.lease_id)
@@ -97,7 +87,7 @@ class RegionOrders:
             page = link.page
         return page
 
-    def end(self, order: EndRegion) -> None:
+    def end(self, order: events.EndRegion) -> None:
         """Order a worker to remove a region's memory. If the session has no worker, wipe the memory here."""
         if (answer := self._workers.images.end_region(order.lease_id, order.region_id)) is not None:
             self._post(answer)
@@ -106,18 +96,18 @@ class RegionOrders:
             problem := self._send(order.lease_id, messages.EndRegionOrder(order.region_id, order.grace_ms))
         ) is not None:
             reason = f"its session can't be notified of its end: {problem}"
-            self._post(RegionStuck(order.region_id, reason, Cause.UNRESPONSIVE))
+            self._post(events.RegionStuck(order.region_id, reason, Cause.UNRESPONSIVE))
 
-    def resize(self, order: ResizeSlice) -> None:
+    def resize(self, order: events.ResizeSlice) -> None:
         """Order a worker to change the size of its slice."""
         # Record the order before it is sent, because an answer without an order is ignored.
         self._ordered_bytes[order.lease_id] = order.size_bytes
         self._send(order.lease_id, messages.ResizeSliceOrder(order.size_bytes))
 
-    def refuse_resize(self, order: ResizeSlice, doubt: str) -> None:
+    def refuse_resize(self, order: events.ResizeSlice, doubt: str) -> None:
         """Answer in the worker's place that the slice keeps its size."""
         if (worker := self._workers.worker(order.lease_id)) is not None:
-            self._post(SliceResized(order.lease_id, worker.spec.size_bytes, doubt))
+            self._post(events.SliceResized(order.lease_id, worker.spec.size_bytes, doubt))
 
     def forget(self, lease_id: int) -> None:
         """Forget the orders and reports of a lease or region that has ended."""
@@ -144,7 +134,7 @@ class RegionOrders:
     def _condemn(self, lease_id: int, error: OSError) -> None:
         """End a session whose worker can't be sent its regions' words: without them no region could be ended."""
         reason = f"its regions page can't be sent to it: {error.strerror}"
-        self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
+        self._post(events.SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
     def _link(self, lease_id: int) -> RegionLink | None:
         """Return a worker's link, which is made when it is first used; None without a worker. Raises OSError."""
@@ -175,16 +165,16 @@ class RegionOrders:
                 # The worker chose the address, and its tenant gets it. Refuse an address that would overflow when the
                 # tenant adds an offset.
                 is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
-                impossible = RegionRefused(region_id, "The session returned an impossible address.")
-                self._post(RegionOpened(region_id, address) if is_possible else impossible)
+                impossible = events.RegionRefused(region_id, "The session returned an impossible address.")
+                self._post(events.RegionOpened(region_id, address) if is_possible else impossible)
             case messages.RegionRefusedReport(region_id, reason):
-                self._post(RegionRefused(region_id, clean_text(reason, MAX_REASON_CHARS)))
+                self._post(events.RegionRefused(region_id, clean_text(reason, MAX_REASON_CHARS)))
             case messages.RegionEndedReport():
                 self._post(_end_of(region, message))
             case messages.RegionStuckReport(region_id, reason):
-                self._post(RegionStuck(region_id, clean_text(reason, MAX_REASON_CHARS)))
+                self._post(events.RegionStuck(region_id, clean_text(reason, MAX_REASON_CHARS)))
             case messages.RegionReleasedReport(region_id):
-                self._post(RegionReleased(region_id))
+                self._post(events.RegionReleased(region_id))
             case messages.ForwardRevokedReport() if _is_possible(region, message):
                 # The kernel's name is a tenant's text: cut it to its maximum length in bytes, and drop half a character
                 # at the end.
@@ -215,20 +205,20 @@ class RegionOrders:
             doubt = doubt or f"its session used {message.size_bytes} bytes"
         elif (worker := self._workers.worker(lease_id)) is not None:
             worker.resize(ordered_bytes)
-        self._post(SliceResized(lease_id, message.size_bytes, doubt))
+        self._post(events.SliceResized(lease_id, message.size_bytes, doubt))
 
 
 def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
         # The region was never opened, or the session has released it. If it was open once, the table requires a proof.
-        return RegionRefused(region.lease_id, "The session has no such region.")
+        return events.RegionRefused(region.lease_id, "The session has no such region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         reason = f"its session reports {figures} of {region.size_bytes}"
-        return RegionStuck(region.lease_id, reason, Cause.UNRESPONSIVE)
+        return events.RegionStuck(region.lease_id, reason, Cause.UNRESPONSIVE)
     # If the driver's figure for free memory grew by that much, the proof needs no poll of the card.
     is_shown = message.shown_bytes >= message.freed_bytes
-    return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
+    return events.RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 
 
 def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:

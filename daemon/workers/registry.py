@@ -10,42 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, assert_never
 
+from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
-from gpulease.daemon.contract.messages import (
-    FROM_WORKER,
-    Attached,
-    AttachOrder,
-    Failed,
-    Faulted,
-    ForkFailed,
-    ForwardRevokedReport,
-    FromWorker,
-    FromZygote,
-    HelperBroken,
-    ImagedReport,
-    LastLeft,
-    LeaveRefusedReport,
-    MemoryGrew,
-    ParkedReport,
-    ParkRefusedReport,
-    ParkReport,
-    Pong,
-    Preloaded,
-    Ready,
-    RegionEndedReport,
-    RegionOpenedReport,
-    RegionRefusedReport,
-    RegionReleasedReport,
-    RegionStuckReport,
-    ReturnedReport,
-    ReturnFailedReport,
-    ReturnWantedReport,
-    Scrubbed,
-    SliceResizedReport,
-    WorkerForked,
-    WorkerReaped,
-)
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
@@ -115,7 +82,7 @@ class Workers:
         self._on_connections: Callable[[int], None] = lambda lease_id: None
         self._on_guest: Callable[[int, int, bool], None] = lambda *_: None
         self._on_region: Callable[[int, Message], None] = lambda *_: None
-        self._on_park: Callable[[int, ParkReport], None] = lambda *_: None
+        self._on_park: Callable[[int, messages.ParkReport], None] = lambda *_: None
         self.images = SessionImages(self._post)
         self.wipes_heap = wipes_heap
         self._zygotes = Zygotes(
@@ -158,7 +125,7 @@ class Workers:
         """Set the callback for workers' messages about regions, or about the slice's size, with the lease."""
         self._on_region = on_region
 
-    def set_park_listener(self, on_park: Callable[[int, ParkReport], None]) -> None:
+    def set_park_listener(self, on_park: Callable[[int, messages.ParkReport], None]) -> None:
         """Set the callback for workers' messages about parking, with the lease."""
         self._on_park = on_park
 
@@ -413,7 +380,7 @@ class Workers:
         worker.is_killed = True
         worker.kill()
 
-    def attach(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool:
+    def attach(self, lease_id: int, sock_fd: int, attach: messages.AttachOrder) -> bool:
         """Send a tenant's socket, or a guest's, to the lease's worker.
 
         Returns False if the worker can't take it now.
@@ -428,18 +395,18 @@ class Workers:
 
     # --- messages of zygotes and workers ---
 
-    def _on_zygote_message(self, zygote: ZygoteClient, message: FromZygote, fds: list[int]) -> None:
+    def _on_zygote_message(self, zygote: ZygoteClient, message: messages.FromZygote, fds: list[int]) -> None:
         match message:
             # The pidfd may be missing, because this process had no descriptor left when the message arrived.
-            case WorkerForked(lease_id, pid, serial):
+            case messages.WorkerForked(lease_id, pid, serial):
                 if len(fds) <= 1:
                     self._on_forked(zygote, self._unforked.pop(lease_id), pid, serial, fds)
                     return
-            case ForkFailed(lease_id, reason):
+            case messages.ForkFailed(lease_id, reason):
                 self._on_ended(self._unforked[lease_id], reason)
-            case WorkerReaped() as reaped:
+            case messages.WorkerReaped() as reaped:
                 self._on_reaped(zygote, reaped)
-            case Preloaded() | HelperBroken() | Pong():
+            case messages.Preloaded() | messages.HelperBroken() | messages.Pong():
                 # `ZygoteClient` handles these.
                 pass
             case _:
@@ -464,7 +431,7 @@ class Workers:
         else:
             self._post(WorkerReady(worker.spec.lease_id))
 
-    def _on_reaped(self, zygote: ZygoteClient, reaped: WorkerReaped) -> None:
+    def _on_reaped(self, zygote: ZygoteClient, reaped: messages.WorkerReaped) -> None:
         overran = reaped.overran or ""
         # For a worker that was not adopted yet, only record the end; `adopt` posts it.
         if (worker := self._by_serial.get((zygote, reaped.serial))) is not None:
@@ -506,51 +473,51 @@ class Workers:
             self._on_parsed(worker, parsed)
         return True
 
-    def _on_parsed(self, worker: Worker, message: FromWorker) -> None:
+    def _on_parsed(self, worker: Worker, message: messages.FromWorker) -> None:
         lease_id = worker.spec.lease_id
         match message:
-            case Attached(mark, is_in, second_mark):
+            case messages.Attached(mark, is_in, second_mark):
                 # Never count below zero, because the worker may lie.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
                 for token_mark in (mark, second_mark):
                     if token_mark is not None:
                         self._on_guest(lease_id, token_mark, is_in is True)
                 self._on_connections(lease_id)
-            case LastLeft():
+            case messages.LastLeft():
                 self._on_connections(lease_id)
-            case MemoryGrew():
+            case messages.MemoryGrew():
                 self._on_growth(lease_id)
-            case Ready():
+            case messages.Ready():
                 worker.is_ready = True
                 if worker.pid:
                     # Wait for the pid, because without it its bytes could not be distinguished from others'. The zygote
                     # sends it at once.
                     self._post_ready(worker)
-            case Scrubbed(doubt, held_bytes):
+            case messages.Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
             case (
-                RegionOpenedReport()
-                | RegionRefusedReport()
-                | RegionEndedReport()
-                | RegionStuckReport()
-                | RegionReleasedReport()
-                | ForwardRevokedReport()
-                | SliceResizedReport()
+                messages.RegionOpenedReport()
+                | messages.RegionRefusedReport()
+                | messages.RegionEndedReport()
+                | messages.RegionStuckReport()
+                | messages.RegionReleasedReport()
+                | messages.ForwardRevokedReport()
+                | messages.SliceResizedReport()
             ):
                 self._on_region(lease_id, message)
             case (
-                ParkedReport()
-                | ParkRefusedReport()
-                | ReturnWantedReport()
-                | ReturnedReport()
-                | ReturnFailedReport()
-                | ImagedReport()
-                | LeaveRefusedReport()
+                messages.ParkedReport()
+                | messages.ParkRefusedReport()
+                | messages.ReturnWantedReport()
+                | messages.ReturnedReport()
+                | messages.ReturnFailedReport()
+                | messages.ImagedReport()
+                | messages.LeaveRefusedReport()
             ):
                 self._on_park(lease_id, message)
-            case Failed(reason):
+            case messages.Failed(reason):
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
-            case Faulted(reason):
+            case messages.Faulted(reason):
                 if worker.on_fault():
                     self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
             case _:
@@ -607,7 +574,7 @@ class Workers:
                 received, fds = receive_message(worker.channel)
                 close_all(fds)
                 message = _parsed(received)
-                if isinstance(message, Failed | Faulted | ReturnedReport):
+                if isinstance(message, messages.Failed | messages.Faulted | messages.ReturnedReport):
                     self._on_parsed(worker, message)
 
     def _post_end(self, reaped: ReapedWorker, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
@@ -623,10 +590,10 @@ class Workers:
         worker.close()
 
 
-def _parsed(message: dict[str, Any]) -> FromWorker | None:
+def _parsed(message: dict[str, Any]) -> messages.FromWorker | None:
     """Return a worker's message; None if it is malformed or unknown. A worker may be compromised."""
     with contextlib.suppress(MalformedMessage):
-        return parse_message(FROM_WORKER, message)
+        return parse_message(messages.FROM_WORKER, message)
     return None
 
 

@@ -22,28 +22,9 @@ if __name__ == "__main__":
 
     begin_imports()
 
+from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.control_page import PageFds, for_worker
 from gpulease.daemon.contract.message_fields import Message, parse_message
-from gpulease.daemon.contract.messages import (
-    HANDOVER,
-    TO_ZYGOTE,
-    ZYGOTE_NAME,
-    Failed,
-    ForkFailed,
-    HelperBroken,
-    LeaseChanged,
-    LivenessPing,
-    PagesRenewed,
-    Pong,
-    Preloaded,
-    Retire,
-    ToZygote,
-    WorkerForgotten,
-    WorkerForked,
-    WorkerReaped,
-    ZygoteIntroduction,
-    ZygoteTaken,
-)
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.host.heap_wipe import wipes_heap_by_environment
@@ -98,7 +79,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
     listener_path = "" if listener is None else str(listener.getsockname())
     survive_stderr()
     go_on_logging("zygote")
-    set_name(ZYGOTE_NAME)
+    set_name(messages.ZYGOTE_NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=channel_fd)
     try:
@@ -119,21 +100,21 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         session_code()
         plan, findings = prepare(SandboxSettings.from_text(sandbox), driver.needs(), driver.keep_for)
     except (DriverError, SandboxUnavailable) as error:
-        send_message(channel, HelperBroken(str(error), error.hint).to_map())
+        send_message(channel, messages.HelperBroken(str(error), error.hint).to_map())
         return None
     # A fork copies only the calling thread: locks that another thread holds would stay locked in the worker forever.
     if len(os.listdir("/proc/self/task")) != 1:
-        send_message(channel, HelperBroken("a thread was started before the fork", "").to_map())
+        send_message(channel, messages.HelperBroken("a thread was started before the fork", "").to_map())
         return None
     # Without a listener, no later broker compares the build.
     build = own_build() if listener is not None else ""
     # Every worker shares the objects alive now. The garbage collector must not write to their pages, because that would
     # copy them.
     end_imports()
-    introduction = ZygoteIntroduction(
+    introduction = messages.ZygoteIntroduction(
         version=VERSION,
         build=build,
-        handover=HANDOVER,
+        handover=messages.HANDOVER,
         pid=os.getpid(),
         driver=driver_name,
         sandbox=sandbox,
@@ -146,7 +127,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
 
 def _serve(zygote: "Zygote", channel: socket.socket, listener: socket.socket | None) -> int:
     try:
-        send_message(channel, Preloaded(zygote.introduction.findings).to_map())
+        send_message(channel, messages.Preloaded(zygote.introduction.findings).to_map())
     except ChannelClosed:
         # The broker died before the zygote was ready. Without a listener, the zygote ends now.
         if listener is None:
@@ -176,7 +157,7 @@ class Zygote:
         driver: Driver,
         channel: socket.socket,
         plan: SandboxPlan,
-        introduction: ZygoteIntroduction,
+        introduction: messages.ZygoteIntroduction,
         listener: socket.socket | None,
     ) -> None:
         self.introduction = introduction
@@ -294,25 +275,25 @@ class Zygote:
             except ChannelClosed:
                 self._lose_broker()
                 return
-            self._on_message(parse_message(TO_ZYGOTE, message), fds)
+            self._on_message(parse_message(messages.TO_ZYGOTE, message), fds)
 
-    def _on_message(self, message: ToZygote | None, fds: list[int]) -> None:
+    def _on_message(self, message: messages.ToZygote | None, fds: list[int]) -> None:
         # A case that uses the descriptors of its message owns them; the other descriptors are closed at the end.
         match message:
             case WorkerSpec() as spec:
                 self._fork(spec, fds)
                 return
-            case LeaseChanged(spec, serial):
+            case messages.LeaseChanged(spec, serial):
                 self._workers.change(serial, spec)
-            case PagesRenewed(spec, serial):
+            case messages.PagesRenewed(spec, serial):
                 if len(fds) == 2:
                     self._workers.change(serial, spec, PageFds(*fds))
                     return
-            case WorkerForgotten(serial):
+            case messages.WorkerForgotten(serial):
                 self._workers.forget(serial)
-            case LivenessPing():
-                self._send(Pong())
-            case Retire():
+            case messages.LivenessPing():
+                self._send(messages.Pong())
+            case messages.Retire():
                 self._is_retired = True
             case None:
                 # A newer broker's message.
@@ -397,7 +378,7 @@ class Zygote:
         """Fork a worker. `fds` are its channel and pages and, with a listener, the broker's end of the channel."""
         if len(fds) != 3 + (self._listener is not None):
             close_all(fds)
-            self._send(ForkFailed(spec.lease_id, "the zygote has no descriptors left"))
+            self._send(messages.ForkFailed(spec.lease_id, "the zygote has no descriptors left"))
             return
         # If a step fails, release the resources of the steps before it, and report the failure to the broker.
         channel_fd, lease_fd, claims_fd, *broker_end = fds
@@ -409,7 +390,7 @@ class Zygote:
             pid = os.fork()
         except OSError as error:
             close_all([*fds, *pipe])
-            self._send(ForkFailed(spec.lease_id, f"fork: {error.strerror}"))
+            self._send(messages.ForkFailed(spec.lease_id, f"fork: {error.strerror}"))
             return
         # This is the child, which never returns from here.
         if pid == 0:
@@ -424,10 +405,10 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             close_all([*page_fds, *broker_end])
-            self._send(ForkFailed(spec.lease_id, f"pidfd_open: {error.strerror}"))
+            self._send(messages.ForkFailed(spec.lease_id, f"pidfd_open: {error.strerror}"))
             return
         worker = self._workers.add(spec, pid, (pidfd, page_fds, broker_end[0] if broker_end else -1))
-        self._send(WorkerForked(spec.lease_id, pid, worker.serial), (pidfd,))
+        self._send(messages.WorkerForked(spec.lease_id, pid, worker.serial), (pidfd,))
 
     def _become_worker(
         self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, output_fd: int, others_fds: list[int]
@@ -457,7 +438,7 @@ class Zygote:
             page_fds = for_worker(page_fds)
             self._plan.enter((channel.fileno(), *page_fds), self._pid)
         except (OSError, SandboxUnavailable) as error:
-            send_message(channel, Failed(str(error)).to_map())
+            send_message(channel, messages.Failed(str(error)).to_map())
             return WorkerExit.NO_CONTEXT
         # From here on, session/main.py runs the worker.
         begin = run_warm_worker if spec.is_warm else run_lease_worker
@@ -481,7 +462,7 @@ class Zygote:
             worker = self._workers.reap(pid, reason, remember=self._listener is not None)
             if worker is not None:
                 overdue: dict[str, Any] = {"is_overdue": True, "overran": worker.overran} if worker.is_overdue else {}
-                self._send(WorkerReaped(worker.forked_for, worker.serial, reason, **overdue))
+                self._send(messages.WorkerReaped(worker.forked_for, worker.serial, reason, **overdue))
 
 
 def _is_readable(channel: socket.socket) -> bool:
@@ -505,7 +486,7 @@ def _accept(listener: socket.socket, *, has_broker: bool) -> socket.socket | Non
     if has_broker:
         channel.setblocking(False)
         with suppress(ChannelClosed, BlockingIOError):
-            send_message(channel, ZygoteTaken().to_map())
+            send_message(channel, messages.ZygoteTaken().to_map())
     channel.close()
     return None
 

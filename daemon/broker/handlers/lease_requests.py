@@ -13,20 +13,8 @@ from dataclasses import replace
 from gpulease.daemon.broker.caller import Caller, unix_s_after
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.capabilities.claims import Demand
+from gpulease.daemon.leases import events
 from gpulease.daemon.leases.denials import Denial, not_found
-from gpulease.daemon.leases.events import (
-    AcquireRequested,
-    FreeDone,
-    FreeRequested,
-    Granted,
-    GuestAttached,
-    MoveRequested,
-    ParkRequested,
-    Renewed,
-    RenewRequested,
-    SessionMoved,
-    SessionParkDone,
-)
 from gpulease.daemon.leases.model import LeaseSnapshot, LeaseTerms
 from gpulease.daemon.leases.quotas import remaining_ms
 from gpulease.protocol import messages
@@ -75,7 +63,7 @@ class LeaseHandler:
 
         def on_answer(answer: Result) -> None:
             self._open_acquires.pop(number, None)
-            if isinstance(answer, Granted):
+            if isinstance(answer, events.Granted):
                 self._answer_granted(request, answer.lease)
             else:
                 self._caller.answer_denied(request, answer)
@@ -120,7 +108,7 @@ class LeaseHandler:
         """
 
         def on_outcome(outcome: Result) -> None:
-            if not isinstance(outcome, Renewed):
+            if not isinstance(outcome, events.Renewed):
                 self._caller.answer_denied(request, outcome)
                 return
             self._caller.hold(outcome.lease.lease_id)
@@ -139,11 +127,11 @@ class LeaseHandler:
         if (denial := self._runtime.journal.denial()) is not None:
             raise Refused(denial.failure)
         number = self._caller.expect(on_outcome)
-        self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
+        self._runtime.post(events.RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
 
     def lease_free(self, request: Request, body: messages.LeaseRef) -> None:
         def on_outcome(outcome: Result) -> None:
-            if isinstance(outcome, FreeDone):
+            if isinstance(outcome, events.FreeDone):
                 self._caller.answer(request, messages.Empty())
             else:
                 self._caller.answer_denied(request, outcome)
@@ -151,28 +139,28 @@ class LeaseHandler:
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         if tenant != self._peer.tenant:
             # The peer is the bearer of a token. Only the tenant itself can promise that its session holds nothing more.
-            self._runtime.post(GuestAttached(body.lease_id))
+            self._runtime.post(events.GuestAttached(body.lease_id))
         number = self._caller.expect(on_outcome)
-        self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
+        self._runtime.post(events.FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def lease_park(self, request: Request, body: messages.LeaseRef) -> None:
         """Serve LEASE_PARK of the tenant, an operator, or the bearer of a token that may free the lease."""
 
         def on_outcome(outcome: Result) -> None:
-            if isinstance(outcome, SessionParkDone):
+            if isinstance(outcome, events.SessionParkDone):
                 self._caller.answer(request, messages.ParkedSession(outcome.lease.lease_id, outcome.moved_bytes))
             else:
                 self._caller.answer_denied(request, outcome)
 
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         number = self._caller.expect(on_outcome)
-        self._runtime.post(ParkRequested(number, body.lease_id, tenant, self._peer.is_operator))
+        self._runtime.post(events.ParkRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def lease_move(self, request: Request, body: messages.LeaseMove) -> None:
         """Serve LEASE_MOVE; whoever may send LEASE_PARK may send it."""
 
         def on_outcome(outcome: Result) -> None:
-            if isinstance(outcome, SessionMoved):
+            if isinstance(outcome, events.SessionMoved):
                 lease, took_us = outcome.lease, outcome.took_ns // NS_PER_US
                 reply = messages.MovedSession(lease.lease_id, lease.card_uuid, outcome.moved_bytes, took_us)
                 self._caller.answer(request, reply)
@@ -183,7 +171,7 @@ class LeaseHandler:
         number = self._caller.expect(on_outcome)
         from_version = self._runtime.workers.earlier_version(body.lease_id)
         self._runtime.post(
-            MoveRequested(number, body.lease_id, tenant, body.device, self._peer.is_operator, from_version)
+            events.MoveRequested(number, body.lease_id, tenant, body.device, self._peer.is_operator, from_version)
         )
 
     def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
@@ -200,10 +188,10 @@ class LeaseHandler:
             raise Refused(denial.failure)
         self._runtime.recorder.note(body.lease_id, self._peer.tenant, body.note, on_noted)
 
-    def _acquire_event(self, body: messages.LeaseAlloc) -> AcquireRequested:
+    def _acquire_event(self, body: messages.LeaseAlloc) -> events.AcquireRequested:
         """Return the event of an acquire; its request number and the epoch of its name are filled in later."""
         terms = LeaseTerms(body.size_bytes, body.ttl_ms, **read_options(body.parameters))
-        return AcquireRequested(
+        return events.AcquireRequested(
             request=0,
             tenant=self._peer.tenant,
             lease_id=secrets.randbits(128) or 1,
@@ -215,7 +203,7 @@ class LeaseHandler:
     def _answer_granted(self, request: Request, lease: LeaseSnapshot) -> None:
         if not self._caller.connection.is_open:
             # The client never learned this lease's id, so it would hold its bytes unused until it expires.
-            self._runtime.post(FreeRequested(0, lease.lease_id, lease.tenant))
+            self._runtime.post(events.FreeRequested(0, lease.lease_id, lease.tenant))
             return
         # From here on the lease counts as connected by this connection.
         self._caller.note_acquired(lease.lease_id)

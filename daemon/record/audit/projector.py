@@ -3,20 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpulease.daemon.leases.events import (
-    AcquireRequested,
-    DrainCancelled,
-    DrainRequested,
-    FenceClearRequested,
-    FreeRequested,
-    MoveRequested,
-    ParkRequested,
-    RegionCancelRequested,
-    RegionRequested,
-    RenewRequested,
-    ResizeRequested,
-    RevokeRequested,
-)
+from gpulease.daemon.leases import events
 from gpulease.daemon.leases.model import LeaseSnapshot, SubmitRequested
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
@@ -246,33 +233,33 @@ def _request(request: ReceivedRequest) -> Particulars:
     """Return the lease that a request concerns, and the request's details."""
     # Clean and bound a tenant's texts and numbers before they are recorded.
     match request.event:
-        case AcquireRequested(terms=terms, selector=selector):
+        case events.AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}
             name = {"name": terms.name} if terms.name else {}
             return {"size_bytes": bounded(terms.size_bytes), "ttl_ms": bounded(terms.ttl_ms)} | card | name
-        case RenewRequested(lease_id=lease_id, ttl_ms=ttl_ms):
+        case events.RenewRequested(lease_id=lease_id, ttl_ms=ttl_ms):
             return _lease_named(lease_id) | {"ttl_ms": bounded(ttl_ms)}
         case SubmitRequested(lease_id=lease_id, timeout_ms=timeout_ms):
             return _lease_named(lease_id) | {"timeout_ms": bounded(timeout_ms)}
-        case RegionRequested(lease_id=lease_id, size_bytes=size_bytes, ttl_ms=ttl_ms):
+        case events.RegionRequested(lease_id=lease_id, size_bytes=size_bytes, ttl_ms=ttl_ms):
             return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)}
-        case ResizeRequested(lease_id=lease_id, size_bytes=size_bytes):
+        case events.ResizeRequested(lease_id=lease_id, size_bytes=size_bytes):
             return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes)}
-        case ParkRequested(lease_id=lease_id):
+        case events.ParkRequested(lease_id=lease_id):
             return _lease_named(lease_id)
-        case MoveRequested(lease_id=lease_id, card=card):
+        case events.MoveRequested(lease_id=lease_id, card=card):
             return _lease_named(lease_id) | ({} if card is None else {"card": clean_text(card)})
-        case RegionCancelRequested(region_id=region_id):
+        case events.RegionCancelRequested(region_id=region_id):
             return _lease_named(region_id)
-        case FreeRequested(lease_id=lease_id):
+        case events.FreeRequested(lease_id=lease_id):
             return _lease_named(lease_id)
-        case RevokeRequested(lease_id=lease_id, reason=reason):
+        case events.RevokeRequested(lease_id=lease_id, reason=reason):
             return _lease_named(lease_id) | {"reason": clean_text(reason)}
-        case FenceClearRequested(card_uuid=card_uuid):
+        case events.FenceClearRequested(card_uuid=card_uuid):
             return {"card": clean_text(card_uuid or "")}
-        case DrainRequested(within_ms=within_ms, card=card):
+        case events.DrainRequested(within_ms=within_ms, card=card):
             return {"within_ms": within_ms} | _card_named(card)
-        case DrainCancelled(card=card):
+        case events.DrainCancelled(card=card):
             return _card_named(card)
         case None:
             return {}

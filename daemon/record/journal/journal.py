@@ -16,49 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from gpulease.daemon.leases import events
 from gpulease.daemon.leases.acquire_steps import Checked
 from gpulease.daemon.leases.denials import Denial, DenialReason, done_but_not_kept, not_kept
 from gpulease.daemon.leases.epochs import HighestEpochs
-from gpulease.daemon.leases.events import (
-    AdoptSession,
-    DrainSet,
-    Effect,
-    Event,
-    FreeDone,
-    Granted,
-    LeaseEnded,
-    LeaseLeft,
-    LeaseMoved,
-    LeaseParked,
-    LeaseRestored,
-    LeaseReturned,
-    OpenRegion,
-    Outcome,
-    RefuseWaitingOperations,
-    RefuseWork,
-    RegionCancelSet,
-    RegionEnded,
-    RegionGranted,
-    RegionProved,
-    RegionRefused,
-    RegionReleased,
-    RegionRestored,
-    Renewed,
-    RequestDenied,
-    Resized,
-    ResizeSlice,
-    RestartWorker,
-    ReturnSession,
-    RevokeDone,
-    SessionFaulted,
-    SessionMoved,
-    SessionParkDone,
-    SetRegion,
-    SlicesCleared,
-    StaySession,
-    SubmitReady,
-    WarmEnded,
-)
+from gpulease.daemon.leases.events import Effect, Event
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState, WorkerKind, kind_of
 from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow
 from gpulease.daemon.leases.table import LeaseTable
@@ -83,7 +45,7 @@ from gpulease.daemon.record.journal.rows import (
 )
 from gpulease.protocol.time_units import NS_PER_MS
 
-OnOutcome = Callable[[Outcome], None]
+OnOutcome = Callable[[events.Outcome], None]
 Changes = Sequence[Change]
 
 
@@ -116,7 +78,7 @@ class Journal:
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
         """Record the result of an event. Called before any effect is executed."""
 
-    def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
+    def answer(self, outcome: events.Outcome, on_outcome: OnOutcome) -> None:
         """Call `on_outcome` with the outcome when all events so far are durable, or else with a `RequestDenied`."""
         on_outcome(outcome)
 
@@ -289,15 +251,15 @@ class FileJournal(Journal):
     def once_decided(self, do: Callable[[str], None]) -> None:
         self._hold(do)
 
-    def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
+    def answer(self, outcome: events.Outcome, on_outcome: OnOutcome) -> None:
         """Hold an outcome until every event so far is durable, including events that do not concern it."""
-        if isinstance(outcome, (SubmitReady, Checked)):
+        if isinstance(outcome, (events.SubmitReady, Checked)):
             # The journal has no rows about checks, nor about submits, which the next daemon learns of from their
             # workers.
             on_outcome(outcome)
             return
         # Most denials change no row, so they need not be durable.
-        if isinstance(outcome, RequestDenied) and outcome.denial.reason not in _LASTING_DENIALS:
+        if isinstance(outcome, events.RequestDenied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
         self._hold(partial(self._finish, outcome, on_outcome))
@@ -308,39 +270,47 @@ class FileJournal(Journal):
         else:
             self._replies.hold(self._committer.accepted, on_done)
 
-    def _finish(self, outcome: Outcome, on_outcome: OnOutcome, problem: str) -> None:
+    def _finish(self, outcome: events.Outcome, on_outcome: OnOutcome, problem: str) -> None:
         on_outcome(self._not_kept(outcome, problem) if problem else outcome)
 
-    def _not_kept(self, outcome: Outcome, problem: str) -> RequestDenied:
+    def _not_kept(self, outcome: events.Outcome, problem: str) -> events.RequestDenied:
         """Return the answer in place of an outcome that can't be recorded."""
         match outcome:
             # A grant is revoked. Any other outcome has already taken effect. The answer says that a restart may undo
             # it.
-            case Granted() | RegionGranted():
+            case events.Granted() | events.RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
-            case Renewed(request, lease):
-                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem))
-            case FreeDone(request, lease):
-                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was freed", problem))
-            case RevokeDone(request):
-                return RequestDenied(request, done_but_not_kept("The lease has ended", problem))
-            case SlicesCleared(request, count):
-                return RequestDenied(request, done_but_not_kept(f"{count} fences were cleared", problem))
-            case Resized(request, lease):
-                return RequestDenied(
+            case events.Renewed(request, lease):
+                return events.RequestDenied(
+                    request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem)
+                )
+            case events.FreeDone(request, lease):
+                return events.RequestDenied(
+                    request, done_but_not_kept(f"Lease {lease.lease_id:032x} was freed", problem)
+                )
+            case events.RevokeDone(request):
+                return events.RequestDenied(request, done_but_not_kept("The lease has ended", problem))
+            case events.SlicesCleared(request, count):
+                return events.RequestDenied(request, done_but_not_kept(f"{count} fences were cleared", problem))
+            case events.Resized(request, lease):
+                return events.RequestDenied(
                     request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem)
                 )
-            case SessionMoved(request, lease):
-                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was moved", problem))
-            case SessionParkDone(request, lease):
-                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem))
-            case RegionCancelSet(request):
-                return RequestDenied(request, done_but_not_kept("The region was cancelled or resumed", problem))
-            case DrainSet(request):
-                return RequestDenied(request, done_but_not_kept("The drain was set", problem))
-            case SubmitReady(request) | Checked(request):
-                return RequestDenied(request, not_kept(problem))
-            case RequestDenied():
+            case events.SessionMoved(request, lease):
+                return events.RequestDenied(
+                    request, done_but_not_kept(f"Lease {lease.lease_id:032x} was moved", problem)
+                )
+            case events.SessionParkDone(request, lease):
+                return events.RequestDenied(
+                    request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem)
+                )
+            case events.RegionCancelSet(request):
+                return events.RequestDenied(request, done_but_not_kept("The region was cancelled or resumed", problem))
+            case events.DrainSet(request):
+                return events.RequestDenied(request, done_but_not_kept("The drain was set", problem))
+            case events.SubmitReady(request) | Checked(request):
+                return events.RequestDenied(request, not_kept(problem))
+            case events.RequestDenied():
                 return outcome
 
 
@@ -395,31 +365,31 @@ lease."""
 
 _CHANGING: Final = frozenset(
     {
-        AdoptSession,
-        StaySession,
-        Granted,
-        Renewed,
-        ResizeSlice,
-        Resized,
-        LeaseParked,
-        LeaseLeft,
-        LeaseMoved,
-        RestartWorker,
-        ReturnSession,
-        LeaseReturned,
-        RefuseWaitingOperations,
-        RefuseWork,
-        LeaseEnded,
-        SlicesCleared,
-        WarmEnded,
-        DrainSet,
-        OpenRegion,
-        SetRegion,
+        events.AdoptSession,
+        events.StaySession,
+        events.Granted,
+        events.Renewed,
+        events.ResizeSlice,
+        events.Resized,
+        events.LeaseParked,
+        events.LeaseLeft,
+        events.LeaseMoved,
+        events.RestartWorker,
+        events.ReturnSession,
+        events.LeaseReturned,
+        events.RefuseWaitingOperations,
+        events.RefuseWork,
+        events.LeaseEnded,
+        events.SlicesCleared,
+        events.WarmEnded,
+        events.DrainSet,
+        events.OpenRegion,
+        events.SetRegion,
     }
 )
 """Effects that may change rows. Most effects are skipped by their type."""
 
-_REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefused)
+_REGION_EVENTS: Final = (events.RegionEnded, events.RegionProved, events.RegionReleased, events.RegionRefused)
 """Events that may change a region's row without any effect."""
 
 
@@ -459,12 +429,12 @@ class JournalProjector:
         """Return the changes of rows by an event. `table` has already handled the event."""
         changes: list[Change] = []
         # Some events change a row without an effect.
-        if isinstance(event, (SessionFaulted, LeaseRestored)):
-            lease_id = event.worker_id if isinstance(event, SessionFaulted) else event.kept.lease_id
+        if isinstance(event, (events.SessionFaulted, events.LeaseRestored)):
+            lease_id = event.worker_id if isinstance(event, events.SessionFaulted) else event.kept.lease_id
             self._update(lease_id, table, changes)
         elif isinstance(event, _REGION_EVENTS):
             self._update_region(event.region_id, table, changes)
-        elif isinstance(event, RegionRestored):
+        elif isinstance(event, events.RegionRestored):
             self._update_region(event.kept.region_id, table, changes)
         # All other changes come from effects. Rows are written from `table`, which has the state after the event.
         for effect in effects:
@@ -476,7 +446,7 @@ class JournalProjector:
         self, effect: Effect, table: LeaseTable, pid_of: Callable[[int], int], changes: list[Change]
     ) -> None:
         match effect:
-            case Granted(lease=lease):
+            case events.Granted(lease=lease):
                 # The row has the worker's process id, by which the next daemon finds the worker.
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
@@ -484,64 +454,69 @@ class JournalProjector:
                 if lease.name:
                     changed = self._epochs.note(lease.name, lease.epoch)
                     changes += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
-            case OpenRegion(lease_id=lease_id, region_id=region_id):
+            case events.OpenRegion(lease_id=lease_id, region_id=region_id):
                 # The lease's row has the number of its last region, so it changes, too.
                 self._update(lease_id, table, changes)
                 self._update_region(region_id, table, changes)
-            case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
+            case events.AdoptSession(lease_id=lease_id) | events.StaySession(lease_id=lease_id):
                 # The row shows which of a session's two workers may serve it.
                 self._update(lease_id, table, changes)
-            case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
+            case events.RestartWorker(lease_id=lease_id) | events.ReturnSession(lease_id=lease_id):
                 # The session may return to another card. Its row must name that card before the worker gets the order.
                 self._update(lease_id, table, changes)
-            case ResizeSlice(lease_id=lease_id):
+            case events.ResizeSlice(lease_id=lease_id):
                 # The row must have a larger size before the worker gets the order.
                 self._update(lease_id, table, changes)
-            case SetRegion(region_id=region_id):
+            case events.SetRegion(region_id=region_id):
                 self._update_region(region_id, table, changes)
-            case LeaseLeft(lease=lease) | LeaseReturned(lease=lease):
+            case events.LeaseLeft(lease=lease) | events.LeaseReturned(lease=lease):
                 # The lease now has no worker, or a different one.
                 if lease.lease_id in self._pids:
-                    self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
+                    self._pids[lease.lease_id] = 0 if isinstance(effect, events.LeaseLeft) else pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, changes)
-            case RefuseWaitingOperations(lease_id=lease_id) if self._pids.get(lease_id) == 0:
+            case events.RefuseWaitingOperations(lease_id=lease_id) if self._pids.get(lease_id) == 0:
                 # A session that was cold may now be parked in a new worker. Other failures change no row.
                 row = table.lease_row(lease_id, 0)
                 if row is not None and not row.is_cold:
                     self._pids[lease_id] = pid_of(lease_id)
                     self._update(lease_id, table, changes)
-            case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseMoved(lease=lease):
+            case (
+                events.Renewed(lease=lease)
+                | events.Resized(lease=lease)
+                | events.LeaseParked(lease=lease)
+                | events.LeaseMoved(lease=lease)
+            ):
                 self._update(lease.lease_id, table, changes)
-            case RefuseWork(lease_id, cause):
+            case events.RefuseWork(lease_id, cause):
                 self._update(lease_id, table, changes)
                 # A revoked lease must stay revoked, but the number of tombstones is limited. So its id gets a row of
                 # its own.
                 if cause is Cause.REVOKED and kind_of(lease_id) is WorkerKind.LEASE:
                     changes.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
             # A region that ends: a fenced one keeps its row, any other becomes a tombstone.
-            case LeaseEnded(lease=lease) if lease.parent_id:
+            case events.LeaseEnded(lease=lease) if lease.parent_id:
                 self._update_region(lease.lease_id, table, changes)
                 if lease.state is not LeaseState.FENCED:
                     self._add_region_tombstone(lease, changes)
-            case LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
+            case events.LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
                 # A lease that is fenced before its grant gets a row without a worker, because its bytes must stay
                 # fenced.
                 self._pids.setdefault(lease.lease_id, 0)
                 self._update(lease.lease_id, table, changes)
-            case LeaseEnded(lease=lease):
+            case events.LeaseEnded(lease=lease):
                 self._add_tombstone(lease.lease_id, lease, changes)
-            case SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
+            case events.SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
                 # An operator has cleared the fences. They become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
                     self._update_region(lease_id, table, changes)
                     self._add_tombstone(lease_id, table.get(lease_id), changes)
                     changes.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
                 changes += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
-            case WarmEnded(warm_id=warm_id, is_fenced=True):
+            case events.WarmEnded(warm_id=warm_id, is_fenced=True):
                 changes.append(Change(RowKind.WARM, warm_key(warm_id), table.warm_row(warm_id)))
-            case DrainSet(deadline_ns=deadline_ns, card_uuid=card_uuid) if card_uuid:
+            case events.DrainSet(deadline_ns=deadline_ns, card_uuid=card_uuid) if card_uuid:
                 changes.append(Change(RowKind.CARD_DRAIN, card_uuid.encode(), deadline_ns))
-            case DrainSet(deadline_ns=deadline_ns):
+            case events.DrainSet(deadline_ns=deadline_ns):
                 changes.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
 
     def _update(self, lease_id: int, table: LeaseTable, changes: list[Change]) -> None:
