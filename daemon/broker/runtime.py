@@ -23,7 +23,6 @@ from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.broker.token_service import TokenService
-from gpulease.daemon.broker.worker_specs import lease_worker_spec, submit_worker_spec
 from gpulease.daemon.contract.messages import ForwardRevokedReport
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
@@ -53,8 +52,9 @@ from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fast_dataclass import replace
+from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
 
@@ -678,6 +678,33 @@ class Runtime:
         # Until the end is durable, the zygote reports the worker to the next broker.
         self.journal.once_kept(lambda: self.workers.settle(number))
         self._one_settled.set()
+
+
+def lease_worker_spec(effect: events.SpawnWorker | events.RestartWorker, allowance_bytes: int) -> WorkerSpec:
+    """Return the specification with which the worker of a lease's session starts."""
+    return WorkerSpec(
+        effect.lease_id,
+        effect.card_uuid,
+        effect.terms.session_bytes,
+        is_shared=effect.terms.exclusivity is Exclusivity.SHARED,
+        allowance_bytes=allowance_bytes,
+        is_parkable=effect.terms.is_parkable,
+        **options_for_worker(effect.terms, is_submit=False),
+    )
+
+
+def submit_worker_spec(effect: events.SpawnSubmit, allowance_bytes: int) -> WorkerSpec:
+    """Return the specification with which the worker of a submit starts."""
+    return WorkerSpec(
+        effect.submit_id,
+        effect.card_uuid,
+        effect.size_bytes,
+        is_shared=False,
+        allowance_bytes=allowance_bytes,
+        submit_of=effect.lease_id,
+        timeout_ms=effect.timeout_ms,
+        **options_for_worker(effect.terms, is_submit=True),
+    )
 
 
 class PendingRequests:
