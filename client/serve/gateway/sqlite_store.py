@@ -65,6 +65,7 @@ CREATE TABLE IF NOT EXISTS operation (
 ) WITHOUT ROWID, STRICT
 """
 _INDEX: Final = "CREATE INDEX IF NOT EXISTS operation_changed ON operation (changed_unix_s)"
+_OTHER_FILE: Final = "Name a new file, or the store of an earlier run"
 _SELECT: Final = """
 SELECT request_hash, epoch, claim_id, phase, clock_id, claim_until_s, outcome FROM operation WHERE key = ?
 """
@@ -135,7 +136,7 @@ class SqliteStore:
         try:
             self._connection = _open(self._path)
         except (OSError, sqlite3.Error) as error:
-            raise _unavailable(self._path, error) from None
+            raise StoreUnavailable(f"the store {self._path}: {error}", _OTHER_FILE) from None
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """Implement `ReplicatedIdempotencyStore.reserve`."""
@@ -251,14 +252,11 @@ def _open(path: Path) -> sqlite3.Connection:
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
+        _check_is_store(path, connection)
         # With WAL a commit syncs one file, and readers do not block the writer.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        # 0 means a new file. Refuse any other format, because a newer version may have written it.
-        if version not in (0, FORMAT):
-            raise StoreUnavailable(f"{path} is a store of format {version}; this program knows {FORMAT}")
         connection.execute(_TABLES)
         connection.execute(_INDEX)
         connection.execute(f"PRAGMA user_version = {FORMAT}")
@@ -267,6 +265,20 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _check_is_store(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise StoreUnavailable, before anything is changed, unless the file is empty or a store of this format."""
+    connection.execute("BEGIN")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    connection.execute("COMMIT")
+    # A user_version proves nothing by itself, because other programs number their formats in it, too.
+    if tables and "operation_changed" not in tables:
+        raise StoreUnavailable(f"{path} is another program's database", _OTHER_FILE)
+    # 0 means a new file. Refuse any other format, because a newer version may have written it.
+    if version not in (0, FORMAT):
+        raise StoreUnavailable(f"{path} is a store of format {version}; this program knows {FORMAT}", _OTHER_FILE)
 
 
 def _load(connection: sqlite3.Connection, key: str) -> Entry | None:

@@ -143,8 +143,21 @@ def test_what_can_not_be_opened(path: Path, content: bytes | None) -> None:
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(StoreUnavailable, match="store"):
+    with pytest.raises(StoreUnavailable, match=r"store.*Name a new file"):
         SqliteStore(path)
+
+
+@pytest.mark.parametrize("version", [0, 1, 7])
+@pytest.mark.parametrize("table", ["customer", "operation"])
+def test_another_program_s_database_is_not_changed(path: Path, version: int, table: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(f"CREATE TABLE {table} (name)")
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreUnavailable, match=r"is another program's database.*Name a new file"):
+        SqliteStore(path)
+    assert path.read_bytes() == before
 
 
 def test_a_file_of_another_format(path: Path) -> None:
