@@ -302,7 +302,7 @@ class LeaseRequest:
         if not self._min_vram_bytes:
             raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
         # The two parts are granted together, as one slice of the card.
-        size_bytes = self._min_vram_bytes + self._submit_bytes
+        size_bytes = size_of(self._min_vram_bytes + self._submit_bytes, "min_vram and submits together")
         return LeaseAlloc(
             GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, tuple(self._parameters.values())
         )

@@ -57,8 +57,8 @@ def remove_abandoned(path: str) -> None:
 def remove_path(path: str) -> None:
     """Remove a server's own socket file when the server ends, but not a file that another server has made since."""
     with suppress(OSError):
-        # Another server may have taken the path after this server's file was removed.
-        if _listener_at(path) in (None, os.getpid()):
+        # After this server's file was removed, another server may have taken the path, or a user made a file there.
+        if stat.S_ISSOCK(os.lstat(path).st_mode) and _listener_at(path) in (None, os.getpid()):
             os.unlink(path)
 
 

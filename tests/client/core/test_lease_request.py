@@ -67,6 +67,14 @@ def test_sizes_are_numbers_or_as_people_write_them(builder: type[GpuBuilder | ai
     assert written._request().size_bytes == (4 << 30) + (64 << 20)
 
 
+@pytest.mark.parametrize("builder", [GpuBuilder, aio.GpuBuilder])
+def test_sizes_that_do_not_fit_together_are_refused(builder: type[GpuBuilder | aio.GpuBuilder]) -> None:
+    request = builder().min_vram(1).submits(2**64 - 2)._request()
+    assert request.size_bytes == 2**64 - 1
+    with pytest.raises(InvalidRequest, match=r"min_vram and submits together must be from 1 to 18446744073709551615"):
+        builder().min_vram(1).submits(2**64 - 1)._request()
+
+
 def test_times_are_rounded_up_to_whole_milliseconds() -> None:
     assert milliseconds(0.0001, "x", least_ms=1) == 1
     assert milliseconds(1.5, "x", least_ms=1) == 1500
