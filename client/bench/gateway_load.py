@@ -31,7 +31,7 @@ RECYCLED: Final = "recycled_contexts"
 AT_A_TIME: Final = (1, 4, 8)
 """Numbers of requests in flight together."""
 
-REQUESTS_TO_FLOOR: Final = 4
+REQUESTS_TO_FLOOR: Final = 10
 """Number of requests between two measurements of the host's floor, which take a hundredth of the requests' time."""
 
 INPUT: Final = np.arange(1024, dtype=np.float32)

@@ -24,7 +24,7 @@ LATER_S = 1000.0
 STEPS = [
     *("store.reserve", "acquire", "issue", "check"),
     *("open", "owner.mem_alloc", "owner.mem_write"),
-    *("use_grant", "guest.module_load", "store.start", "guest.launch", "guest.sync"),
+    *("use_grant", "guest.module_load", "store.start", "guest.launch"),
     *("use_own", "owner.mem_read"),
     *("store.complete", "lease.free", "end"),
 ]

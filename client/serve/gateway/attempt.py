@@ -8,10 +8,10 @@ The order of the steps, and the reasons:
 3. As the lease's owner, open the session and copy the input to the card. The grant permits no copies, so only the owner
    has access to the memory.
 4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
-   If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch and wait.
-5. As the owner again, read the output. (Steps 3 to 5 use one connection, and the grant is its second token: in step 4
-   the worker refuses what the grant does not permit. The lease is SESSION_EXCLUSIVE, so no other connection can come in
-   between. With an older daemon, each of the three steps has its own connection.)
+   If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch.
+5. As the owner again, read the output, which waits for the kernel. (Steps 3 to 5 use one connection, and the grant is
+   its second token: in step 4 the worker refuses what the grant does not permit. The lease is SESSION_EXCLUSIVE, so no
+   other connection can come in between. With an older daemon, each of the three steps has its own connection.)
 6. Record the outcome, free the lease with all of its memory, and reply.
 
 A failure before the launch releases the reservation: nothing was done, and the request may be retried. A failure after
@@ -318,10 +318,11 @@ def _serve_on_lease(
             # The point of no return is durable in the store before the launch. From here on any failure is the outcome.
             effects.store.start(reservation)
             with _recorded_on_failure(effects, reservation):
-                _run(guest, lease, module, kernel, args, request.output_len)
-                # Step 5, and the recording of step 6.
+                _launch(guest, module, kernel, args, request.output_len)
+                # Step 5, and the recording of step 6. The output's read waits for the kernel and reports its failure.
                 effects.use_own(owner)
-                output = _copy_out(owner, request, memory)
+                with _lease_end_first(lease):
+                    output = _copy_out(owner, request, memory)
                 return _complete(effects, request, reservation, lease, grant, output)
         # Memory ends with its session unless it is kept, and the grant's session needs it next.
         if owner.owns_memory:
@@ -350,7 +351,10 @@ def _serve_by_connections(
         args = _arguments(kernel, request, memory)
         effects.store.start(reservation)
         with _recorded_on_failure(effects, reservation):
-            _run(guest, lease, module, kernel, args, request.output_len)
+            _launch(guest, module, kernel, args, request.output_len)
+            # A launch is asynchronous, and this session reads nothing, so `sync` reports whether the kernel succeeded.
+            with _lease_end_first(lease):
+                guest.sync()
     with _recorded_on_failure(effects, reservation):
         with effects.open(lease) as owner:
             output = _copy_out(owner, request, memory)
@@ -400,15 +404,16 @@ def _arguments(kernel: InferenceKernel, request: InferenceRequest, memory: _Memo
     return args
 
 
-def _run(
-    guest: GpuSession, lease: GpuLease, module: Module, kernel: InferenceKernel, args: KernelArgs, output_bytes: int
-) -> None:
-    # A launch is asynchronous; only `sync` reports whether the kernel succeeded.
+def _launch(guest: GpuSession, module: Module, kernel: InferenceKernel, args: KernelArgs, output_bytes: int) -> None:
     guest.launch(module, kernel.name, [kernel.blocks(output_bytes)], [kernel.threads_per_block], args)
+
+
+@contextmanager
+def _lease_end_first(lease: GpuLease) -> Iterator[None]:
+    """Report the lease's end if the grant, which expires together with it, was found expired first."""
     try:
-        guest.sync()
+        yield
     except Denied as error:
-        # The grant expires together with the lease, and either may be noticed first. Report the lease's end.
         if lease.remaining_s > END_MARGIN_S:
             raise
         raise LeaseExpired(
