@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from random import Random
 
 from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
@@ -15,6 +16,8 @@ US = 1000
 MS = 1000 * US
 S = 1000 * MS
 TICK = 100 * US
+
+WORK_NS = attrgetter("work_ns")
 
 SLICE_NS = 1400 * US
 """How long a real card works for one session while others wait."""
@@ -72,7 +75,10 @@ class SimulatedSession:
                 elif self.pause_ns:
                     kernels = 1
                 self.work_ns += kernels * self.kernel_ns
-        self._note(now_ns, self.work_ns > 0, held)
+        claims = self.claims
+        # Nothing changes in most ticks.
+        if (self.work_ns > 0) != (claims.busy_since_ns > 0) or held != (claims.held_back_since_ns > 0):
+            self._note(now_ns, self.work_ns > 0, held)
 
     def _has_batch(self) -> bool:
         """Return whether work of a batch is to be launched; the next batch follows once all of one has ended."""
@@ -184,6 +190,7 @@ class SimulatedCard:
         by_weights: bool = True,
     ) -> None:
         self.sessions = list(sessions)
+        self._latency_sessions = [one for one in sessions if one.latency_word is not None]
         self.account, self.shares = TimeAccount(), TimeShares()
         self.caps = caps or {}
         self.now_ns = S
@@ -212,7 +219,9 @@ class SimulatedCard:
     def _tick(self) -> None:
         if self._relay is not None:
             self._relay.pass_on(self.now_ns)
-        words = sum(1 << one.latency_word for one in self.sessions if one.latency_word is not None and one.work_ns > 0)
+        words = 0
+        for one in self._latency_sessions:
+            words |= (one.work_ns > 0) << (one.latency_word or 0)
         for one in self.sessions:
             one.begin(self.now_ns, words)
         self.now_ns += TICK
@@ -221,7 +230,9 @@ class SimulatedCard:
             return
         # The driver gives everyone who has work the same.
         left = float(TICK)
-        busy = sorted((one for one in self.sessions if one.work_ns), key=lambda one: one.work_ns)
+        busy = [one for one in self.sessions if one.work_ns]
+        if len(busy) > 1:
+            busy.sort(key=WORK_NS)
         before = 0.0
         for number, one in enumerate(busy):
             got = min(one.work_ns, left / (len(busy) - number))
