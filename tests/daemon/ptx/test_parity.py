@@ -20,7 +20,7 @@ RECORDED: Final = PARITY / "instructions.json"
 OPEN: Final = PARITY / "open_differences.txt"
 
 # How many instructions share a kernel.
-TOGETHER: Final = 32
+TOGETHER: Final = 16
 
 
 @pytest.fixture(scope="module")
