@@ -34,6 +34,7 @@ BEAT_S: Final = 5
 LEASE_S: Final = 60
 """Between two changes of the node's inventory."""
 
+HALF_HOUR_S: Final = 1_800
 CARDS: Final = 8
 HISTORY_S: Final = 60
 
@@ -102,12 +103,12 @@ class Growth:
         self.files: list[int] = []
         self.beats = self.compactions = 0
 
-    def pass_hours(self, hours: int) -> "Growth":
-        """Let so many hours pass, and look after each."""
-        asyncio.run(self._pass(hours))
+    def pass_time(self, spans: int, span_s: int = 3_600) -> "Growth":
+        """Let so many spans of time pass, and look after each."""
+        asyncio.run(self._pass(spans, span_s))
         return self
 
-    async def _pass(self, hours: int) -> None:
+    async def _pass(self, spans: int, span_s: int) -> None:
         count, history_s = self._sizes
         client = EtcdClient(EtcdSettings(self._cluster.endpoints, timeout_s=60))
         try:
@@ -116,9 +117,9 @@ class Growth:
             for node in nodes:
                 await node.begin()
             step_ns = BEAT_S * S
-            for hour in range(hours):
-                for step in range(3_600 // BEAT_S):
-                    until_ns = 1_000 * S + hour * 3_600 * S + (step + 1) * step_ns
+            for span in range(spans):
+                for step in range(span_s // BEAT_S):
+                    until_ns = (1_000 + span * span_s) * S + (step + 1) * step_ns
                     await asyncio.gather(*(node.run(until_ns) for node in nodes))
                 await asyncio.to_thread(self._look)
         finally:
@@ -143,7 +144,7 @@ SMALL_BYTES: Final = 700
 @pytest.mark.exhaustive
 def test_a_database_of_three_nodes_does_not_grow_in_an_hour(cluster: EtcdCluster) -> None:
     # Without compaction it would have a third more than the bound by then.
-    growth = Growth(cluster, nodes=3).pass_hours(1)
+    growth = Growth(cluster, nodes=3).pass_time(1)
     assert growth.beats >= 3 * 3_600 // BEAT_S
     assert max(growth.files) < 3 * BOUND_BYTES
     # One member of three compacts each time.
@@ -151,6 +152,6 @@ def test_a_database_of_three_nodes_does_not_grow_in_an_hour(cluster: EtcdCluster
 
 
 def test_a_beat_is_small(cluster: EtcdCluster) -> None:
-    growth = Growth(cluster, history_s=0).pass_hours(2)
+    growth = Growth(cluster, history_s=0).pass_time(2, HALF_HOUR_S)
     assert growth.compactions == 0
-    assert (growth.in_use[1] - growth.in_use[0]) / (3_600 // BEAT_S) < SMALL_BYTES
+    assert (growth.in_use[1] - growth.in_use[0]) / (HALF_HOUR_S // BEAT_S) < SMALL_BYTES
