@@ -149,13 +149,11 @@ def test_a_lease_s_id_has_32_digits_and_nothing_behind_them() -> None:
         assert isinstance(shard_of(json.dumps(SHARD | {"used": {text: ["n1", 3, 5]}}).encode()), Unreadable)
 
 
-@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize(
     "value", [b"", b"null", b"[]", b"\xff", b"[" * 60_000, b'{"a":' * 10_000, b"{}x", bytes(MAX_RECORD_BYTES + 1)]
 )
-def test_what_is_no_record_at_all_is_unreadable(kind: str, value: bytes) -> None:
-    reader, _ = READERS[kind]
-    assert isinstance(reader(value), Unreadable)
+def test_what_is_no_record_at_all_is_unreadable(value: bytes) -> None:
+    assert {kind: type(reader(value)) for kind, (reader, _) in READERS.items()} == dict.fromkeys(READERS, Unreadable)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in READERS if kind != "horizon"])
