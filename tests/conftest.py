@@ -30,8 +30,8 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, Faults, lent, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
-from helpers.lasting import LastingDaemon
-from helpers.leaks import SHARED_FOLDERS, Holdings, check_for_leaks
+from helpers.lasting import LastingDaemon, lent_lasting, stop_lasting
+from helpers.leaks import Holdings, check_for_leaks
 from helpers.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -355,29 +355,13 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture(scope="session")
 def _lasting_daemons() -> Iterator[list[LastingDaemon]]:
-    """Return the daemon of all tests that restart one with default settings, or a new one if it can't be used again."""
-    daemons: list[LastingDaemon] = []
-    yield daemons
-    for lasting in daemons:
-        lasting.stop()
+    yield from stop_lasting()
 
 
 @pytest.fixture
 def lasting(_lasting_daemons: list[LastingDaemon]) -> Iterator[LastingDaemon]:
-    """Return a daemon with leases that outlive it. A test may kill and restart it; afterwards no lease is left."""
-    if not _lasting_daemons:
-        lasting = LastingDaemon()
-        _lasting_daemons.append(lasting)
-        lasting.start()
-    (lasting,) = _lasting_daemons
-    SHARED_FOLDERS.add(lasting.folder)
-    yield lasting
-    try:
-        lasting.rest()
-    except BaseException:
-        _lasting_daemons.clear()
-        lasting.discard()
-        raise
+    """Return a daemon with default settings, with leases that outlive it. Many tests use it, one after another."""
+    yield from lent_lasting(_lasting_daemons, LastingDaemon)
 
 
 @pytest.fixture

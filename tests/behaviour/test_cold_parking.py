@@ -46,7 +46,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty, LeaseMove, LeaseRevoke
 from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
-from helpers.lasting import LastingDaemon
+from helpers.lasting import LastingDaemon, lent_lasting, stop_lasting
 from helpers.parking import park_limits, row
 from helpers.pointers import POINTERS, chase_args, count_args
 from helpers.waiting import PATIENCE_S, wait_until
@@ -63,9 +63,15 @@ def node() -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.fixture(scope="module")
+def _lasting_nodes() -> Iterator[list[LastingDaemon]]:
+    yield from stop_lasting()
+
+
 @pytest.fixture
-def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
-    return start_lasting(vram=("512MiB", "512MiB"), config=CONFIG)
+def lasting(_lasting_nodes: list[LastingDaemon]) -> Iterator[LastingDaemon]:
+    """Return a daemon that the file's tests restart, one after another."""
+    yield from lent_lasting(_lasting_nodes, lambda: LastingDaemon(vram=("512MiB", "512MiB"), config=CONFIG))
 
 
 @pytest.fixture
@@ -676,7 +682,7 @@ def test_a_killed_worker_ends_its_lease_once_after_a_return(lasting: LastingDaem
     session.sync()
     chill(lasting.address, lease)
     session.mem_read(buffer, 0, 1)
-    os.kill(lasting.now.worker_pid(lease.lease_id), signal.SIGKILL)
+    os.kill(lasting.worker_pid(lease.lease_id), signal.SIGKILL)
     wait_until(has_ended(lasting.address, lease), "the lease has ended")
     assert region.query()["state"] == "torndown"
 

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuSession, InvalidRequest, aio
 from gpulease.client.core import exchange
 from gpulease.client.sync.driver import ask
+from gpulease.daemon.fleet.records.fleet_records import inventory_key, node_key
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 from helpers.daemon import Daemon
@@ -25,14 +27,42 @@ from helpers.waiting import wait_until
 MIB = 1 << 20
 
 
-@pytest.fixture
-def directory(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Directory]:
-    with Directory(cluster, tmp_path / "d") as directory:
-        directory.wait_for("view of its fleet is current")
+Start = Callable[..., Daemon]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path_factory.mktemp("fleet") / "etcd") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def shared_directory(cluster: EtcdCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Directory]:
+    with directory_at(cluster, tmp_path_factory.mktemp("directory")) as directory:
         yield directory
 
 
-Start = Callable[..., Daemon]
+@pytest.fixture
+def directory(cluster: EtcdCluster, shared_directory: Directory) -> Iterator[Directory]:
+    """Yield a directory of a fleet without nodes."""
+    yield shared_directory
+    cluster.control("del", "--prefix", node_key("").decode())
+    cluster.control("del", "--prefix", inventory_key("").decode())
+    nodes_known(shared_directory, 0)
+
+
+@pytest.fixture
+def own_directory(cluster: EtcdCluster, directory: Directory, tmp_path: Path) -> Iterator[Directory]:
+    """Yield another directory of the same fleet, of this test alone."""
+    with directory_at(cluster, tmp_path / "own") as own:
+        yield own
+
+
+@contextmanager
+def directory_at(cluster: EtcdCluster, folder: Path) -> Iterator[Directory]:
+    with Directory(cluster, folder) as directory:
+        directory.wait_for("view of its fleet is current")
+        yield directory
 
 
 def fleet_builder(*directories: Directory, size_bytes: int = MIB) -> GpuBuilder:
@@ -171,11 +201,11 @@ def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
 
 
 def test_a_dead_directory_is_passed_over_and_the_last_one_s_death_is_told(
-    cluster: EtcdCluster, directory: Directory, daemon: Daemon, tmp_path: Path
+    cluster: EtcdCluster, own_directory: Directory, daemon: Daemon, tmp_path: Path
 ) -> None:
+    directory = own_directory
     put_daemon(cluster, "n1", daemon)
-    with Directory(cluster, tmp_path / "e") as other:
-        other.wait_for("view of its fleet is current")
+    with directory_at(cluster, tmp_path / "e") as other:
         nodes_known(directory, 1)
         other.kill()
         for _ in range(6):
@@ -191,8 +221,9 @@ def test_a_dead_directory_is_passed_over_and_the_last_one_s_death_is_told(
 
 
 def test_a_directory_without_etcd_says_whose_fault_it_is(
-    cluster: EtcdCluster, directory: Directory, daemon: Daemon
+    cluster: EtcdCluster, own_directory: Directory, daemon: Daemon
 ) -> None:
+    directory = own_directory
     put_daemon(cluster, "n1", daemon)
     nodes_known(directory, 1)
     cluster.pause(cluster.members[0])

@@ -28,14 +28,20 @@ from helpers.submits import ROOM, check_scaled, scaling
 MIB = 1 << 20
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, daemon: Daemon) -> Iterator[str]:
-    """Yield the address of a fleet with one node."""
-    with EtcdCluster(tmp_path / "etcd") as cluster:
-        put_daemon(cluster, "n1", daemon)
-        with Directory(cluster, tmp_path / "d") as directory:
+@pytest.fixture(scope="module")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory, shared_daemon: Daemon) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with EtcdCluster(folder / "etcd") as cluster:
+        put_daemon(cluster, "n1", shared_daemon)
+        with Directory(cluster, folder / "d") as directory:
             directory.wait_for("view of its fleet is current")
             yield f"fleet:{directory.address}"
+
+
+@pytest.fixture
+def fleet(shared_fleet: str, daemon: Daemon) -> str:
+    """Return the address of a fleet with one node, which is idle again after the test."""
+    return shared_fleet
 
 
 def test_regions_submits_and_tokens(fleet: str, daemon: Daemon) -> None:

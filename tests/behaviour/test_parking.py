@@ -36,7 +36,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon, lent, running
-from helpers.lasting import LastingDaemon
+from helpers.lasting import LastingDaemon, lent_lasting, stop_lasting
 from helpers.parking import park_limits, row
 from helpers.waiting import wait_until
 
@@ -57,9 +57,15 @@ def node(parking_daemon: Daemon) -> Iterator[Daemon]:
     yield from lent(parking_daemon)
 
 
+@pytest.fixture(scope="module")
+def _lasting_nodes() -> Iterator[list[LastingDaemon]]:
+    yield from stop_lasting()
+
+
 @pytest.fixture
-def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
-    return start_lasting(vram=("200MiB",), config=CONFIG)
+def lasting(_lasting_nodes: list[LastingDaemon]) -> Iterator[LastingDaemon]:
+    """Return a daemon that the file's tests restart, one after another."""
+    yield from lent_lasting(_lasting_nodes, lambda: LastingDaemon(vram=("200MiB",), config=CONFIG))
 
 
 def parkable(
@@ -279,7 +285,7 @@ def test_a_worker_that_is_killed_ends_its_lease_once(lasting: LastingDaemon, ste
     Filled(session, 9)
     if step == "parked":
         lease.park()
-    os.kill(lasting.now.worker_pid(lease.lease_id), signal.SIGKILL)
+    os.kill(lasting.worker_pid(lease.lease_id), signal.SIGKILL)
     wait_until(lambda: row(lasting.address, lease)["state"] == "torndown", "the lease has ended")
     assert host_bytes(lasting.address) == 0
     assert lasting.now.log().count("lease memory proved free") <= 1
@@ -360,7 +366,7 @@ def test_an_asyncio_program_parks_too(node: Daemon) -> None:
     assert (moved_bytes >= 8 * MIB, data) == (True, b"weights")
 
 
-STORM_TURNS = 60
+STORM_TURNS = 40
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,10 @@ from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty
 from helpers import audit_log
-from helpers.daemon import Daemon, Faults
+from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import FAULTS, check_main_job, start_endless, start_stray_store
 from helpers.lasting import LastingDaemon
+from helpers.leaks import SHARED_PROCESSES
 from helpers.processes import is_running, stop_process
 from helpers.raw_peer import RawPeer
 from helpers.recycling import PATIENT, SETTINGS, SLOW_SCRUBS, wait_until_full
@@ -146,10 +147,19 @@ IN_DOUBT: dict[str, Callable[[GpuSession, GpuLease, Daemon], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def doubting() -> Iterator[Daemon]:
+    """The daemon of all leases in doubt. A context of one that was not may serve the next one."""
+    with running(Daemon(config=SETTINGS, tcp=True)) as daemon:
+        SHARED_PROCESSES.add(daemon.process.pid)
+        yield daemon
+        SHARED_PROCESSES.remove(daemon.process.pid)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", IN_DOUBT)
-def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], what: str) -> None:
-    daemon = start_daemon(config=SETTINGS, tcp="stranger" in what)
+def test_whatever_is_in_doubt_ends_as_ever(doubting: Daemon, what: str) -> None:
+    daemon = doubting
     wait_until_full(daemon)
     lease = daemon.builder(seconds=3 * PATIENCE_S).exclusivity(Exclusivity.SHARED).acquire()
     with GpuSession(lease) as session:

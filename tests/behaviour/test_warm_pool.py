@@ -17,8 +17,9 @@ from gpulease.daemon.session.main import WARM_NAME
 from gpulease.protocol import Opcode, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear
-from helpers.daemon import Daemon, Faults
+from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import check_main_job, start_endless
+from helpers.leaks import SHARED_PROCESSES
 from helpers.processes import is_running, stop_process
 from helpers.waiting import PATIENCE_S, wait_until
 
@@ -44,20 +45,43 @@ def warm_pids(daemon: Daemon) -> list[int]:
     return [info.pid for info in daemon.processes() if info.name == WARM_NAME]
 
 
-@pytest.fixture
-def pool(start_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """Yield a daemon with a card of 1 GiB, contexts of 100 MiB, and a pool of two contexts. Afterwards no lease is
-    left.
+def with_pool(adopt_timeout_s: int) -> Daemon:
+    """Return a daemon with a card of 1 GiB, contexts of 100 MiB, and a pool of two contexts.
 
-    A test's parameter is the time limit, in seconds, for a context to be taken by a lease.
+    Args:
+        adopt_timeout_s: Time limit for a context to be taken by a lease.
     """
-    config = f"warm_contexts = 2\n[limits]\nadopt_timeout_s = {getattr(request, 'param', 60)}\n"
-    daemon = start_daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
+    config = f"warm_contexts = 2\n[limits]\nadopt_timeout_s = {adopt_timeout_s}\n"
+    return Daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
+
+
+def lent_pool(daemon: Daemon) -> Iterator[Daemon]:
+    """Lend a test a daemon with a full pool. Afterwards no lease is left."""
     wait_until_full(daemon)
     yield daemon
     wait_until(lambda: not daemon.leases(), "no lease is left", seen=daemon.leases)
     card = daemon.inventory().details[0]
     assert (card["held_bytes"], card["fenced_bytes"]) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def shared_pool() -> Iterator[Daemon]:
+    with running(with_pool(60)) as daemon:
+        SHARED_PROCESSES.add(daemon.process.pid)
+        yield daemon
+        SHARED_PROCESSES.remove(daemon.process.pid)
+
+
+@pytest.fixture
+def pool(shared_pool: Daemon) -> Iterator[Daemon]:
+    yield from lent_pool(shared_pool)
+
+
+@pytest.fixture
+def impatient_pool() -> Iterator[Daemon]:
+    """A pool of one test alone: a context that a lease has not taken after a second counts as one that hangs."""
+    with running(with_pool(1)) as daemon:
+        yield from lent_pool(daemon)
 
 
 @pytest.mark.exhaustive
@@ -149,8 +173,8 @@ def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("pool", [1], indirect=True)
-def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
+def test_a_context_that_dies_or_hangs_is_replaced(impatient_pool: Daemon) -> None:
+    pool = impatient_pool
     pids = wait_until_full(pool)
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: ready(pool) == 1, "one is missed")

@@ -23,7 +23,9 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers.daemon import Daemon, Faults
+from helpers.daemon import running as running_daemon
 from helpers.kernels import FAULTS, Neighbour
+from helpers.leaks import SHARED_PROCESSES
 from helpers.processes import is_running, stop_process
 from helpers.submits import (
     ENDS,
@@ -45,21 +47,44 @@ COSTLY = {"gpulease.daemon.gpus.emulated_cards:CONTEXT_BYTES": CONTEXT_BYTES}
 TEN = 10
 
 
-@pytest.fixture
-def pool(start_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """Yield a daemon with a card of 1 GiB, contexts of 100 MiB, and a pool of one context. Afterwards no submit is
-    left.
+def with_pool(adopt_timeout_s: int) -> Daemon:
+    """Return a daemon with a card of 1 GiB, contexts of 100 MiB, and a pool of one context.
 
-    A test's parameter is the time limit, in seconds, for a context to be taken by a lease.
+    Args:
+        adopt_timeout_s: Time limit for a context to be taken by a lease.
     """
-    config = f"warm_contexts = 1\n[limits]\nadopt_timeout_s = {getattr(request, 'param', 60)}\n"
-    daemon = start_daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
+    config = f"warm_contexts = 1\n[limits]\nadopt_timeout_s = {adopt_timeout_s}\n"
+    return Daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
+
+
+def lent_pool(daemon: Daemon) -> Iterator[Daemon]:
+    """Lend a test a daemon with a full pool. Afterwards no submit is left."""
     wait_until_warm(daemon)
     yield daemon
     wait_until(lambda: not daemon.leases(), "no lease is left", seen=daemon.leases)
     wait_until(lambda: not workers_of(daemon.processes), "no submit is left", seen=daemon.processes)
     card = daemon.inventory().details[0]
     assert (card["held_bytes"], card["fenced_bytes"]) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def shared_pool() -> Iterator[Daemon]:
+    with running_daemon(with_pool(60)) as daemon:
+        SHARED_PROCESSES.add(daemon.process.pid)
+        yield daemon
+        SHARED_PROCESSES.remove(daemon.process.pid)
+
+
+@pytest.fixture
+def pool(shared_pool: Daemon) -> Iterator[Daemon]:
+    yield from lent_pool(shared_pool)
+
+
+@pytest.fixture
+def impatient_pool() -> Iterator[Daemon]:
+    """A pool of one test alone: a context that a lease has not taken after a second counts as one that hangs."""
+    with running_daemon(with_pool(1)) as daemon:
+        yield from lent_pool(daemon)
 
 
 @pytest.fixture
@@ -138,22 +163,24 @@ def test_its_worker_is_killed_or_its_kernel_runs_for_too_long(pool: Daemon, gpu:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("pool", [1], indirect=True)
-def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
-    (made,) = wait_until_warm(pool)
-    stop_process(made)
-    work = Running(scaling(gpu))
-    wait_until(lambda: gpu.query().get("submit", {}).get("state") == "starting", "it takes it")
-    os.kill(made, signal.SIGKILL)
-    work.wait()
-    assert work.outputs is not None, work.error
-    check_scaled(work.outputs)
-    (made,) = wait_until_warm(pool)
-    stop_process(made)
-    begun = time.monotonic()
-    check_scaled(scaling(gpu).launch())
-    assert time.monotonic() - begun >= 1
-    assert not is_running(made)
+def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(impatient_pool: Daemon) -> None:
+    pool = impatient_pool
+    with pool.builder().submits(ROOM).acquire() as gpu:
+        wait_until_warm(pool)
+        (made,) = wait_until_warm(pool)
+        stop_process(made)
+        work = Running(scaling(gpu))
+        wait_until(lambda: gpu.query().get("submit", {}).get("state") == "starting", "it takes it")
+        os.kill(made, signal.SIGKILL)
+        work.wait()
+        assert work.outputs is not None, work.error
+        check_scaled(work.outputs)
+        (made,) = wait_until_warm(pool)
+        stop_process(made)
+        begun = time.monotonic()
+        check_scaled(scaling(gpu).launch())
+        assert time.monotonic() - begun >= 1
+        assert not is_running(made)
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear, LeaseEvent, LeaseRef, LeaseRenew, LeaseSubscribe
 from gpulease.protocol.opcodes import InventoryFlag
 from helpers.audit_log import check_whole, config, records, stop
-from helpers.daemon import SHORT_LEASES_S, Daemon, Faults
+from helpers.daemon import SHORT_LEASES_S, Daemon, Faults, running
 from helpers.kernels import check_main_job
 from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
@@ -24,25 +24,32 @@ from helpers.waiting import wait_until
 GIB = 1 << 30
 
 
-@pytest.fixture
-def withheld(tmp_path: Path) -> Path:
-    """Return a path. While this file exists, no card shows that a dead worker's bytes are free."""
-    return tmp_path / "withheld"
+@pytest.fixture(scope="module")
+def withheld_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fences") / "withheld"
 
 
 @pytest.fixture
-def fencing(start_daemon: Callable[..., Daemon], withheld: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """Yield a daemon with two cards. It fences after one second, or after the test's parameter in seconds."""
-    daemon = start_daemon(
-        vram=("2GiB", "2GiB"),
-        tcp=True,
-        config=f"[limits]\nreclaim_timeout_s = {getattr(request, 'param', 1)}\n",
-        faults=Faults(withhold_proof_while=withheld),
-    )
-    files = len(daemon.open_files())
-    yield daemon
-    ask(Opcode.FENCE_CLEAR, FenceClear(None), daemon.address)
-    daemon.check_idle(files)
+def withheld(withheld_path: Path) -> Iterator[Path]:
+    """Yield a path. While this file exists, no card shows that a dead worker's bytes are free."""
+    yield withheld_path
+    withheld_path.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def shared_fencing(withheld_path: Path) -> Iterator[Daemon]:
+    faults, config = Faults(withhold_proof_while=withheld_path), "[limits]\nreclaim_timeout_s = 1\n"
+    with running(Daemon(vram=("2GiB", "2GiB"), tcp=True, config=config, faults=faults)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def fencing(shared_fencing: Daemon, withheld: Path) -> Iterator[Daemon]:
+    """Yield a daemon with two cards, which fences after one second. Afterwards nothing is fenced."""
+    files = len(shared_fencing.open_files())
+    yield shared_fencing
+    ask(Opcode.FENCE_CLEAR, FenceClear(None), shared_fencing.address)
+    shared_fencing.check_idle(files)
 
 
 def clear(daemon: Daemon, device: str | None = None) -> int:
@@ -116,8 +123,9 @@ def test_an_expiry_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fencing", [600], indirect=True)
-def test_a_proof_that_comes_late_is_no_fence(fencing: Daemon, withheld: Path) -> None:
+def test_a_proof_that_comes_late_is_no_fence(start_daemon: Callable[..., Daemon], withheld: Path) -> None:
+    config = "[limits]\nreclaim_timeout_s = 600\n"
+    fencing = start_daemon(vram=("2GiB",), config=config, faults=Faults(withhold_proof_while=withheld))
     withheld.touch()
     lease = fencing.builder(GIB, seconds=0.5).device(0).acquire()
     wait_until(lambda: not fencing.has_worker(lease.lease_id), "its worker is gone")

@@ -5,13 +5,14 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gpulease.client import GpuLease, LeaseExpired
 from gpulease.daemon.remote.acceptor import SPARE_RELAYS
 from helpers.daemon import FOLDER, SHORT_LEASES_S, Daemon, Faults, T
 from helpers.free_ports import HeldPorts
+from helpers.leaks import SHARED_FOLDERS
 from helpers.processes import ProcessInfo, marked
 from helpers.waiting import wait_until
 
@@ -165,3 +166,31 @@ class LastingDaemon:
                 daemon.kill()
         self._held.close()
         shutil.rmtree(self.folder)
+
+
+def lent_lasting(daemons: list[LastingDaemon], make: Callable[[], LastingDaemon]) -> Iterator[LastingDaemon]:
+    """Lend a test the daemon in `daemons`, which it may kill and restart; afterwards no lease is left.
+
+    `make` makes the first test's daemon, and another one after a failed test.
+    """
+    if not daemons:
+        daemons.append(made := make())
+        made.start()
+    (lasting,) = daemons
+    # The next test uses the processes that this one starts.
+    SHARED_FOLDERS.add(lasting.folder)
+    yield lasting
+    try:
+        lasting.rest()
+    except BaseException:
+        daemons.clear()
+        lasting.discard()
+        raise
+
+
+def stop_lasting() -> Iterator[list[LastingDaemon]]:
+    """Yield an empty list for `lent_lasting`. At the end, the daemon in it must stop cleanly."""
+    daemons: list[LastingDaemon] = []
+    yield daemons
+    for lasting in daemons:
+        lasting.stop()
