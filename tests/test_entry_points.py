@@ -23,6 +23,9 @@ SCRIPTS: dict[str, str] = PROJECT["scripts"]
 BEGUN_S = 0.5
 """Interrupts come within this many seconds of the start, before or after the command has begun its work."""
 
+RUNS = 8
+"""Runs of each command: an interrupt at once, and one at a random time of each further part of BEGUN_S."""
+
 WORK: dict[str, Callable[[Path], list[str]]] = {
     "gpuleased": lambda folder: ["--driver", "cpu", "--vram", "1GiB", "--listen", f"unix:{folder}/d.sock"],
     "gpulease": lambda folder: ["submit", "kernel", str(folder / "none.ptx")],
@@ -78,12 +81,12 @@ def test_an_interrupt_at_any_time_prints_no_traceback(script: str, tmp_path: Pat
     # Until the handler is set, Python itself prints a traceback. So set it before the first interrupt can come.
     code = "from gpulease import interrupts as i; i.interrupt_ends_it(); print(flush=True); "
     code += f"from gpulease.entry_points import {function}; {function}()"
-    for number in range(20):
+    for number in range(RUNS):
         with started(code, WORK[script](tmp_path)) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "\n"
             # The first comes at once.
-            delay_s = random.uniform(0, BEGUN_S) if number else 0
+            delay_s = BEGUN_S * (number - random.random()) / (RUNS - 1) if number else 0
             try:
                 process.wait(delay_s)
             except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ from helpers.waiting import wait_until
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.first]
 
-KILLS: Final = int(os.environ.get("GPULEASE_KILLS", "10"))
+KILLS: Final = int(os.environ.get("GPULEASE_KILLS", "6"))
 SEED: Final = int(os.environ.get("GPULEASE_KILLS_SEED", str(random.SystemRandom().randrange(10**6))))
 
 TENANTS: Final = 4

@@ -16,7 +16,7 @@ from helpers.fleet_nemesis import FASTER_PPM, MEMBERS, WORKER, FleetScene
 from helpers.fleet_rig import FLEET_PROCESS
 from helpers.waiting import wait_until
 
-NEMESIS_S: Final = float(os.environ.get("GPULEASE_NEMESIS_S", "45"))
+NEMESIS_S: Final = float(os.environ.get("GPULEASE_NEMESIS_S", "30"))
 """Seconds during which faults are caused."""
 
 WRONG_PPM: Final = 100_000

@@ -278,16 +278,16 @@ def test_a_claim_prepared_again_has_the_lease_that_it_had(node: Node) -> None:
     assert len(node.daemon.leases()) == 1
 
 
-@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node, kill: bool) -> None:
+def test_a_driver_that_starts_again_knows_what_it_prepared(own_node: Node) -> None:
     claim = claim_of(own_node)
     first = own_node.kubelet.prepare(claim)
     lease_ids = own_node.lease_ids(claim)
-    own_node.stop(kill=kill)
-    assert own_node.daemon.query(lease_ids[0])["state"] == "active"
-    own_node.start()
-    assert own_node.kubelet.prepare(claim) == first
-    assert own_node.lease_ids(claim) == lease_ids
+    for kill in (False, True):
+        own_node.stop(kill=kill)
+        assert own_node.daemon.query(lease_ids[0])["state"] == "active"
+        own_node.start()
+        assert own_node.kubelet.prepare(claim) == first
+        assert own_node.lease_ids(claim) == lease_ids
     assert run_pod(own_node, claim) == "from a pod\n"
     assert own_node.kubelet.unprepare(claim) == ""
     assert own_node.daemon.available_bytes() == CARD_BYTES
@@ -315,9 +315,9 @@ def test_a_second_driver_takes_no_socket_of_the_first(own_node: Node) -> None:
 
 
 @pytest.fixture
-def hanging_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
+def hanging_node(lent_daemon: Daemon) -> Iterator[Node]:
     """A node with a driver that hangs while it writes records, for as long as the test wants."""
-    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), may_hang=True) as node:
+    with node_of_a_test(lent_daemon, may_hang=True) as node:
         yield node
 
 
@@ -375,21 +375,6 @@ def test_a_kubelet_that_lost_the_answer_gets_the_same_lease(hanging_node: Node) 
 
 
 @pytest.mark.exhaustive
-def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
-    """The record of a claim that is not ready names leases that were never reported to the kubelet."""
-    claim = claim_of(own_node, None)
-    assert isinstance(own_node.kubelet.prepare(claim), list)
-    (early,) = own_node.lease_ids(claim)
-    own_node.stop(kill=True)
-    path = own_node.state / "claims" / f"{claim.uid}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_ready": False}))
-    own_node.start()
-    assert isinstance(own_node.kubelet.prepare(claim), list)
-    assert own_node.daemon.query(early)["state"] == "torndown"
-    assert own_node.lease_ids(claim) != [early]
-
-
-@pytest.mark.exhaustive
 def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_lease(own_node: Node) -> None:
     claim = claim_of(own_node)
     assert isinstance(own_node.kubelet.prepare(claim), list)
@@ -412,22 +397,37 @@ def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_lease(own_node:
     assert own_node.kubelet.unprepare(claim) == ""
 
 
-@pytest.mark.exhaustive
-def test_a_record_of_the_version_with_tokens_is_prepared_anew(own_node: Node) -> None:
-    claim = claim_of(own_node, None)
-    assert isinstance(own_node.kubelet.prepare(claim), list)
-    (early,) = own_node.lease_ids(claim)
-    own_node.stop(kill=True)
-    path = own_node.state / "claims" / f"{claim.uid}.json"
-    found = json.loads(path.read_text())
+def unready(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a claim whose leases were never reported to the kubelet."""
+    return found | {"is_ready": False}
+
+
+def with_tokens(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a record as the version with tokens wrote it."""
     members = ("request", "pool", "device", "share_id", "lease_id")
     leases = [{name: device[name] for name in members} for device in found["devices"]]
-    old = {"version": 1, "uid": claim.uid, "boot_id": found["boot_id"], "user": POD_USER, "audience": "00" * 32}
-    path.write_text(json.dumps(old | {"leases": leases, "is_ready": True}))
+    old = {"version": 1, "uid": found["uid"], "boot_id": found["boot_id"], "user": POD_USER, "audience": "00" * 32}
+    return old | {"leases": leases, "is_ready": True}
+
+
+@pytest.mark.exhaustive
+def test_a_claim_that_is_not_ready_or_of_an_older_version_is_prepared_anew(own_node: Node) -> None:
+    """Both have the whole card, so each early lease must end first."""
+    changes = {unready: claim_of(own_node, "32Mi", name="one"), with_tokens: claim_of(own_node, "32Mi", name="two")}
+    early = {}
+    for claim in changes.values():
+        assert isinstance(own_node.kubelet.prepare(claim), list)
+        (early[claim.uid],) = own_node.lease_ids(claim)
+    own_node.stop(kill=True)
+    for change, claim in changes.items():
+        path = own_node.state / "claims" / f"{claim.uid}.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
     own_node.start()
-    assert isinstance(own_node.kubelet.prepare(claim), list)
-    assert own_node.daemon.query(early)["state"] == "torndown"
-    assert run_pod(own_node, claim) == "from a pod\n"
+    for claim in changes.values():
+        assert isinstance(own_node.kubelet.prepare(claim), list)
+        assert own_node.daemon.query(early[claim.uid])["state"] == "torndown"
+        assert own_node.lease_ids(claim) != [early[claim.uid]]
+        assert run_pod(own_node, claim) == "from a pod\n"
 
 
 @pytest.mark.exhaustive
@@ -722,29 +722,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_container_in_a_crash_loop_finds_its_memory_free_at_each_start(node: Node) -> None:
     claim = claim_of(node, "48Mi")
     devices = prepared_devices(node.kubelet.prepare(claim))
-    for _ in range(4):
+    for _ in range(3):
         # The kubelet starts the container again without preparing the claim again.
         done = node.run(CRASHING, (claim, devices))
         assert done.stdout == "allocated\n", done.stderr
 
 
-def test_a_claim_s_lease_is_renewed_while_it_is_prepared(lent_daemon: Daemon) -> None:
-    seconds = 10
-    with node_of_a_test(lent_daemon, "--lease-secs", str(seconds)) as node:
-        claim = claim_of(node)
-        node.kubelet.prepare(claim)
-        (lease_id,) = node.lease_ids(claim)
-        until = time.monotonic() + 1.5 * seconds
-        wait_until(lambda: time.monotonic() > until, "longer than a lease")
-        assert node.daemon.query(lease_id)["state"] == "active"
-        # Without its driver a lease ends, as after the loss of the node.
-        node.stop(kill=True)
-        wait_until(lambda: node.daemon.query(lease_id)["cause"] == "expired", "it ends by itself")
-
-
-@pytest.mark.exhaustive
-def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(lent_daemon: Daemon) -> None:
-    """Its pod runs elsewhere; the kubelet of this node is cut off, and ends nothing."""
+def test_a_claim_s_lease_is_renewed_until_the_claim_or_its_driver_is_gone(lent_daemon: Daemon) -> None:
+    """The pod of a claim that is gone runs elsewhere; the kubelet of this node is cut off, and ends nothing."""
     with node_of_a_test(lent_daemon, "--lease-secs", "10") as node:
         gone, remains = claim_of(node, name="gone"), claim_of(node, name="remains")
         for claim in (gone, remains):
@@ -758,6 +743,9 @@ def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(lent_daemon: Daemon) -
         until = time.monotonic() + 15
         wait_until(lambda: time.monotonic() > until, "longer than a lease")
         assert node.daemon.query(second)["state"] == "active", node.log()
+        # Without its driver a lease ends, as after the loss of the node.
+        node.stop(kill=True)
+        wait_until(lambda: node.daemon.query(second)["cause"] == "expired", "it ends by itself")
 
 
 @pytest.mark.exhaustive
