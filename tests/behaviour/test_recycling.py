@@ -28,13 +28,12 @@ from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty
 from helpers import audit_log
-from helpers.daemon import Daemon, Faults, running
+from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, check_main_job, start_endless, start_stray_store
 from helpers.lasting import LastingDaemon
-from helpers.leaks import SHARED_PROCESSES
 from helpers.processes import is_running, stop_process
 from helpers.raw_peer import RawPeer
-from helpers.recycling import PATIENT, SETTINGS, SLOW_SCRUBS, wait_until_full
+from helpers.recycling import PATIENT, SETTINGS, SLOW_SCRUBS, shared, wait_until_full
 from helpers.waiting import PATIENCE_S, wait_until
 from helpers.working import working
 
@@ -46,11 +45,16 @@ def card(daemon: Daemon) -> dict[str, int]:
     return dict(daemon.inventory().details[0])
 
 
+@pytest.fixture(scope="module")
+def shared_recycling() -> Iterator[Daemon]:
+    """The daemon of several tests. The context of one test's last lease may serve the next one's first."""
+    yield from shared(Daemon(config=SETTINGS, tcp=True, faults=PATIENT))
+
+
 @pytest.fixture
-def recycling(start_daemon: Callable[..., Daemon]) -> Daemon:
-    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
-    wait_until_full(daemon)
-    return daemon
+def recycling(shared_recycling: Daemon) -> Daemon:
+    wait_until_full(shared_recycling)
+    return shared_recycling
 
 
 def freed(daemon: Daemon, lease: GpuLease) -> int:
@@ -149,11 +153,8 @@ IN_DOUBT: dict[str, Callable[[GpuSession, GpuLease, Daemon], object]] = {
 
 @pytest.fixture(scope="module")
 def doubting() -> Iterator[Daemon]:
-    """The daemon of all leases in doubt. A context of one that was not may serve the next one."""
-    with running(Daemon(config=SETTINGS, tcp=True)) as daemon:
-        SHARED_PROCESSES.add(daemon.process.pid)
-        yield daemon
-        SHARED_PROCESSES.remove(daemon.process.pid)
+    """The daemon of all leases in doubt, whose scrubs have the usual time. Contexts serve again as above."""
+    yield from shared(Daemon(config=SETTINGS, tcp=True))
 
 
 @pytest.mark.exhaustive
@@ -177,10 +178,9 @@ def test_whatever_is_in_doubt_ends_as_ever(doubting: Daemon, what: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_lease_that_the_bearer_of_a_token_gives_back(recycling: Daemon) -> None:
     """The context is not used again, because the lease's tenant may still be using it."""
-    daemon = start_daemon(config=SETTINGS, tcp=True, faults=PATIENT)
-    wait_until_full(daemon)
+    daemon = recycling
     lease = daemon.builder().acquire()
     pid = daemon.worker_pid(lease.lease_id)
     token = lease.issue(Permission.LEASE_FREE, my_audience(daemon.tcp_address)).token
@@ -215,9 +215,8 @@ def test_it_ends_if_its_tenant_does_not_return(start_daemon: Callable[..., Daemo
 
 
 @pytest.mark.exhaustive
-def test_another_tenant_never_gets_it(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SETTINGS, tcp=True, faults=PATIENT)
-    wait_until_full(daemon)
+def test_another_tenant_never_gets_it(recycling: Daemon) -> None:
+    daemon = recycling
     pid = freed(daemon, daemon.builder().acquire())
     lease = GpuBuilder(daemon.tcp_address).min_vram(MIB).lease_secs(60).acquire()
     GpuSession(lease).close()

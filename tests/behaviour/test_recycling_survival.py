@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.processes import continue_process, is_running, open_files, stop_process
-from helpers.recycling import PATIENT, SETTINGS, wait_until_full
+from helpers.recycling import PATIENT, SETTINGS, shared, wait_until_full
 from helpers.submits import ROOM, check_scaled, running, scaling
 from helpers.waiting import PATIENCE_S, wait_until
 from helpers.working import working
@@ -140,10 +140,16 @@ def wait_until_said(daemon: Daemon, text: str) -> None:
     wait_until(lambda: text in daemon.log(), "it is logged")
 
 
+@pytest.fixture(scope="module")
+def recycling() -> Iterator[Daemon]:
+    """The daemon of several tests. The context of one test's last lease may serve the next one's first."""
+    yield from shared(Daemon(config=SETTINGS, faults=PATIENT))
+
+
 @pytest.mark.exhaustive
-def test_what_a_kernel_has_printed_is_nobody_else_s(start_daemon: Callable[..., Daemon]) -> None:
+def test_what_a_kernel_has_printed_is_nobody_else_s(recycling: Daemon) -> None:
     """Neither the next lease in the context nor the log gets it."""
-    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
+    daemon = recycling
     wait_until_full(daemon)
     served = []
     for text in ("one", "two"):
@@ -177,8 +183,8 @@ def test_a_process_that_is_not_heard_any_more_serves_nobody_again(start_daemon: 
 
 
 @pytest.mark.exhaustive
-def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
+def test_each_lease_has_its_own_bound_on_kernels(recycling: Daemon) -> None:
+    daemon = recycling
     wait_until_full(daemon)
     # A busy host must not make a short kernel take so long.
     with daemon.builder().max_kernel_secs(2).acquire() as lease, GpuSession(lease) as session:
@@ -247,8 +253,8 @@ def counted(daemon: Daemon, name: str, **labels: str) -> float:
 
 
 @pytest.mark.exhaustive
-def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
+def test_events_are_each_leases_own(recycling: Daemon) -> None:
+    daemon = recycling
     wait_until_full(daemon)
     heard: list[list[int]] = []
     with ThreadPoolExecutor(2) as pool:
@@ -267,8 +273,8 @@ def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None
 
 
 @pytest.mark.exhaustive
-def test_a_lease_leaves_its_context_once_its_submits_are_gone(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
+def test_a_lease_leaves_its_context_once_its_submits_are_gone(recycling: Daemon) -> None:
+    daemon = recycling
     wait_until_full(daemon)
     with daemon.builder().submits(ROOM).acquire() as lease:
         pid = daemon.worker_pid(lease.lease_id)
@@ -285,8 +291,8 @@ def test_a_lease_leaves_its_context_once_its_submits_are_gone(start_daemon: Call
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can look into a worker")
-def test_each_lease_has_pages_of_its_own_and_reads_the_first_alone(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SETTINGS, faults=PATIENT)
+def test_each_lease_has_pages_of_its_own_and_reads_the_first_alone(recycling: Daemon) -> None:
+    daemon = recycling
     wait_until_full(daemon)
     seen, pids = set(), set()
     for _ in range(3):
