@@ -47,7 +47,10 @@ class Handle:
 
     @property
     def is_alive(self) -> bool:
-        """True while it can be used: it is not freed, and as far as this process knows its session and lease live."""
+        """True while it can be used.
+
+        It is not freed, and this process has no report that its session or lease has ended.
+        """
         return self.owner is not None and self.owner.is_alive
 
     def check(self, session: HandleOwner, subject: str) -> None:

@@ -173,7 +173,7 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
             return self.kind(number)
         except ValueError:
             choices = ", ".join(f"{member.value} ({member.name.lower()})" for member in self.kind)
-            message = f"this daemon does not know {self.noun} {number}"
+            message = f"this daemon does not support {self.noun} {number}"
             raise Refused(Failure(Status.UNSUPPORTED, message, hint=f"Use {choices}.")) from None
 
 

@@ -199,12 +199,12 @@ class PrivateFleet:
             raise ValueError("open_directory must be called first")
         self._directory.await_answer()
         until_s = time.monotonic() + JOIN_S
-        node_count, problem = 0, "it knows none"
+        node_count, problem = 0, "it lists none"
         # Count the nodes that are not silent. An error means only that the directory is not ready.
         while node_count < len(self.nodes):
             if time.monotonic() > until_s:
                 raise MissingPrerequisite(
-                    f"the directory knows {node_count} of {counted(len(self.nodes), 'node')} "
+                    f"the directory lists {node_count} of {counted(len(self.nodes), 'node')} "
                     f"after {JOIN_S:g} s: {problem}"
                 )
             time.sleep(_POLL_S)

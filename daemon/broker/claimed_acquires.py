@@ -125,7 +125,7 @@ class _ClaimedAcquire:
         return cancel is not None
 
     def release_unused(self) -> None:
-        """End the claims if the lease table knows no such lease. If it does, the lease's end will end them."""
+        """End the claims if the lease table has no such lease. If it does, the lease's end will end them."""
         event = self._event
         # The terms of the event contain only the claims made so far.
         if event.terms.is_claimed and self._table.get(event.lease_id) is None:

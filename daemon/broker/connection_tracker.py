@@ -6,8 +6,8 @@ A lease counts as connected while one of these exists:
 - a connection of its session, a guest's included, or a connection on its way to the worker;
 - a submit of the lease that is starting or running.
 
-A worker counts its own connections on its control page, so the next broker knows them as well. The next broker does not
-know the control connections, so it gives their clients time to connect again.
+A worker counts its own connections on its control page, so the next broker can count them as well. The next broker has
+no record of the control connections, so it gives their clients time to connect again.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class ConnectionTracker:
         self._post = post
         self._connections_of_lease: dict[int, set[object]] = {}
         self._leases_of_connection: dict[object, set[int]] = {}
-        # Leases without a connection, as the table knows them.
+        # Leases without a connection, as reported to the table.
         self._disconnected: set[int] = set()
         self._of_earlier_broker: set[int] = set()
 
@@ -53,7 +53,7 @@ class ConnectionTracker:
         lease_ids = self._leases_of_connection.pop(connection, set())
         for lease_id in lease_ids:
             self._connections_of_lease[lease_id].discard(connection)
-        # Update only after all sets have changed, so that no event sees the connection half removed.
+        # Update only after all sets have changed, so that no event is handled while the connection is half removed.
         for lease_id in lease_ids:
             self.update(lease_id)
 

@@ -343,7 +343,7 @@ class FleetFrontend:
 
     def _excess(self, tenant: str) -> Failure | None:
         """Return why one more claim can't wait; None if it can."""
-        # Check the tenant's own bound first, because its refusal says what the tenant can do.
+        # Check the tenant's own bound first, because its refusal has a hint for the tenant.
         if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
             text = (
                 f"tenant {tenant!r} has {MAX_CLAIMS_PER_TENANT} claims waiting at this node, the maximum for one tenant"
@@ -436,8 +436,8 @@ class FleetFrontend:
         self._send_live_claims(LiveClaims(self._table.claims(), quotas))
 
     def _on_end(self) -> None:
-        # Answer every claim that waits: the next process does not know them.
-        # Send no message from now on, because the first message to the next process must be its settings.
+        # Answer every claim that waits: the next process has no record of them. Send no message from now on, because
+        # the first message to the next process must be its settings.
         self._has_begun = False
         self._unreadable_of_previous += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
@@ -533,8 +533,8 @@ class FleetFrontend:
             case Remembered():
                 self._remember(_with_identity(self._membership, message.identity))
             case KeepMark():
-                # The heartbeat is sent to etcd once the journal has its mark: a restarted daemon must know every
-                # heartbeat that etcd may have.
+                # The heartbeat is sent to etcd once the journal has its mark: a restarted daemon must have a record of
+                # every heartbeat that etcd may have.
                 self._remember(_with_mark(self._membership, message.mark))
                 self._journal.once_kept(partial(self._on_mark_kept, message.mark.beat))
             case Stopped():
@@ -569,7 +569,7 @@ class FleetFrontend:
     def _refusal_of(self, refused: ClaimRefused | QuotaRefused) -> str:
         """Return the sentence for the tenant.
 
-        If the node is cut off, this process knows the reason more precisely than the fleet's rules.
+        If the node is cut off, this process has a more precise reason than the fleet's rules.
         """
         waiting = self._waiting.get(refused.request)
         if waiting is None or refused.why is not ClaimRefusal.ISOLATED or not self.is_isolated:

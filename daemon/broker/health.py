@@ -36,7 +36,7 @@ class Health:
     Attributes:
         is_listening: Whether the daemon listens. The service sets it.
         listening_problem: Returns why clients can't connect at an address, "" if they can. The service sets it.
-        cards_warning: What operators and tenants should know about the cards. The service sets it.
+        cards_warning: A warning about the cards for operators and tenants. The service sets it.
         missing_cards: The settings that name cards which this host does not have now, "" if none does. The service
           sets it.
         memory_warning: Returns which setting needs more memory than the host has now, "" if none does. The service

@@ -1,6 +1,6 @@
 """Memory that the broker reserves, so that leases can still end, be renewed and be proved free when memory runs out.
 
-A process sees a lack of memory as a failed mmap(2) only if it has a limit (RLIMIT_AS, RLIMIT_DATA), or if the host does
+For a process, a lack of memory is a failed mmap(2) only if it has a limit (RLIMIT_AS, RLIMIT_DATA), or if the host does
 not overcommit. The failure can occur anywhere, so the broker checks for room beforehand. New work starts only where
 there is room for it; work in progress may use the reserve.
 """

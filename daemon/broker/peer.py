@@ -2,7 +2,7 @@
 
 On a Unix socket the kernel names the user who connected (unix(7), SO_PEERCRED). With TLS, a certificate names the
 tenant, and a relay has verified the certificate (`gpulease.daemon.remote`). On loopback TCP nothing proves the peer's
-identity: such peers share one tenant, may use only leases with ids that they know, and are never operators.
+identity: such peers share one tenant, may use only leases whose ids they have, and are never operators.
 """
 
 import os

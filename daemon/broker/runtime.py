@@ -101,7 +101,7 @@ class Runtime:
     Args:
         source: Information about the node's cards.
         max_load_s: How long a worker may compile one image.
-        journal: Keeps what a restarted daemon must know; None to keep nothing.
+        journal: Keeps the records that a restarted daemon needs; None to keep nothing.
 
     Attributes:
         recorder: The log of leases, which passes everything on to the audit log.
@@ -304,7 +304,10 @@ class Runtime:
         self._pending.refuse(event.request, failure)
 
     def note_refusal(self, operation: str, tenant: str, lease_id: int, failure: Failure) -> None:
-        """Log, record and count a refusal that the lease table never sees. `lease_id` is 0 if it concerns no lease."""
+        """Log, record and count a refusal in which the lease table takes no part.
+
+        `lease_id` is 0 if it concerns no lease.
+        """
         self.recorder.refused(operation, tenant, lease_id, failure.message)
         self.metrics.counters.refused(operation.lower(), failure.status.name.lower())
 
@@ -659,7 +662,7 @@ class Runtime:
         self._settle_worker(effect.warm_id)
 
     def _fence_submit(self, effect: events.SubmitFenced) -> None:
-        # Keep the worker: the zygote continues to report it, so that a restarted daemon knows the fence.
+        # Keep the worker: the zygote continues to report it, so that a restarted daemon restores the fence.
         self._cancel_timers(effect.submit_id)
         self._reclaimer.give_up(effect.submit_id)
         self.connections.update(effect.lease_id)

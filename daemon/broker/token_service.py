@@ -281,7 +281,7 @@ class ConnectionTokens:
 
         Args:
             journal: Where the use is recorded.
-            on_done: Called with True if the use is durable, so that a restarted daemon will know it.
+            on_done: Called with True if the use is durable, so that a restarted daemon will have a record of it.
         """
         # The lease's own tenant may attach without a token, so nothing is used up.
         if not self._attaching:

@@ -171,7 +171,7 @@ class WebActionHandler:
             except Exception:
                 # The page waits for an answer, and nothing else sends one.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering the web page")
-                text = "The daemon does not know the outcome of this request; its log has details."
+                text = "The outcome of this request is unknown; the daemon's log has details."
                 reply = ActionRefused(number, WebRefusal.FAILED, text)
             answer(reply)
 

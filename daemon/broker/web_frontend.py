@@ -1,7 +1,8 @@
 """The broker's side of the web process: its socket, its start and end, and the messages between the two.
 
-The web process sees the leases through a control connection that may only read. Through the channel that it was started
-with, it forwards the actions that operators request, each with the operator's token; `web_actions` checks the token.
+The web process reads the leases through a control connection that may only read. Through the channel that it was
+started with, it forwards the actions that operators request, each with the operator's token; `web_actions` checks the
+token.
 
 The broker holds the listening socket, so that the socket outlives a web process that dies, but never reads from it.
 
@@ -46,7 +47,7 @@ SECRET_BYTES: Final = 32
 """Length of the key for pseudonyms, which is the length of the hash."""
 
 READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=True)
-"""The web process as a peer: it sees every lease and may change nothing."""
+"""The web process as a peer: it may read every lease and change nothing."""
 
 SEND_RETRY_S: Final = 0.05
 """Pause before a message is sent again to a starting process with a full channel."""

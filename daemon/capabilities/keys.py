@@ -82,7 +82,7 @@ class KeyRing:
         return self._keys[self._newest]
 
     def age_ns(self, now_ns: int) -> int:
-        """Return for how many ns the newest key has signed, as far as this process knows."""
+        """Return for how many ns the newest key has signed, according to this process."""
         return now_ns - self._signs_since_ns
 
     def all(self, now_ns: int) -> list[Key]:

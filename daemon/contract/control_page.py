@@ -3,7 +3,7 @@
 Every worker has two pages, each a sealed memfd (memfd_create(2)). The lease's page has the state of the lease. The
 broker writes it; while no broker runs, the zygote does. A worker can't write it (see `for_worker`). The worker writes
 the claims page. Its tenant may have compromised the worker, so that page has no deadline and no generation, and every
-reader must allow for false claims. Each field is one aligned native u64, so a reader sees the old value or the new one,
+reader must allow for false claims. Each field is one aligned native u64, so a reader gets the old value or the new one,
 never a mixture. Times are on the monotonic clock unless stated otherwise.
 
 The lease's page, by byte offset:
@@ -166,7 +166,7 @@ MAX_LATENCY_WORDS: Final = 8
 launch."""
 
 TIME_VERSION: Final = 1
-"""Value that a worker writes to `Counter.TIME_VERSION` if it keeps the account of its time and obeys the limits."""
+"""Value that a worker writes to `Counter.TIME_VERSION` if it keeps the account of its time and applies the limits."""
 
 CLAIM_READS: Final = 4
 """Maximum number of times that the broker reads claims that change during the read, so that a hostile worker can't
@@ -553,7 +553,7 @@ class BrokerPage:
         # The page is full. The caller must refuse the operator's request, because the token is still valid.
         if place == MAX_REVOKED_TOKENS:
             return False
-        # Write the time first, then the mark, then the count, so that a reader sees the old state or the new one.
+        # Write the time first, then the mark, then the count, so that a reader gets the old state or the new one.
         words[_FIRST_END + place] = until_ms
         words[_FIRST_MARK + place] = mark
         words[_MARKS] = max(count, place + 1)
@@ -568,9 +568,9 @@ class BrokerPage:
         return self._claims[: len(Counter)].tolist()
 
     def set_time_limits(self, limits: TimeLimits) -> None:
-        """Limit the session's use of the card's time. The worker obeys from its next launch on."""
-        # Write the last field first: a worker that sees a new mask then also sees its patience, and a worker that sees
-        # a new turn also sees its period.
+        """Limit the session's use of the card's time. The worker applies the limits from its next launch on."""
+        # Write the last field first: a worker that reads a new mask then also reads its patience, and a worker that
+        # reads a new turn also reads its period.
         for at, value in reversed(tuple(enumerate(limits, _TIME_LIMITS))):
             self._words[at] = value
 
@@ -678,7 +678,7 @@ class WorkerPage:
         self.counters = memoryview(self._count_map).cast("Q")
 
     def keep_time(self) -> None:
-        """Declare to the broker that this worker keeps the account of its time and obeys the limits."""
+        """Declare to the broker that this worker keeps the account of its time and applies the limits."""
         self.counters[Counter.TIME_VERSION] = TIME_VERSION
 
     @property

@@ -4,8 +4,7 @@ A message class is a frozen dataclass derived from `Message`. Each of its fields
 `Annotated[int, integer(0, MAX_PID)]`. `Message.to_map` and `Message.from_map` convert messages by these declarations.
 
 Versions differ between processes: an upgraded broker takes over the zygote and the workers of its predecessor. So
-`from_map` ignores keys that it does not know. A field with a default may be missing, because an older process does not
-send it.
+`from_map` ignores unknown keys. A field with a default may be missing, because an older process does not send it.
 
 The messages that one process may receive from another form one union of classes. `messages_of` turns the union into the
 table that parses them. The receiver ends its `match` with `assert_never`, so that mypy finds a message without a
@@ -296,7 +295,7 @@ class Message:
                     values[name] = kind.parse(message)
                 elif key in message:
                     values[name] = kind.parse(message[key])
-                # A field with a default may be missing, because an older process does not know it.
+                # A field with a default may be missing, because an older process does not send it.
                 elif default is MISSING:
                     raise ValueError("it is missing")
         # `key` is still the key of the field that failed.
@@ -329,7 +328,7 @@ def _field_of(field: Field[Any], hint: Any) -> _Field:
 
 
 def _kind_of(option: LeaseOption[Any, Any]) -> FieldKind:
-    """Return the kind of a lease option that a worker obeys. Raises TypeError for a type that no message has yet."""
+    """Return the kind of a lease option that a worker applies. Raises TypeError for a type that no message has yet."""
     match option:
         case NumberOption():
             return U64

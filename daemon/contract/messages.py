@@ -369,7 +369,8 @@ class RegionsPage(Message):
 class LatencyWord(Message):
     """The latency word of a session on the card. It replaces an earlier word with the same number.
 
-    The worker maps the word until its session ends. It obeys the word once its lease's page has the bit of this number.
+    The worker maps the word until its session ends. It holds back for the word once its lease's page has the bit of
+    this number.
 
     Attributes:
         number: The word's number, which is also the position of its bit; less than `control_page.MAX_LATENCY_WORDS`.
@@ -538,7 +539,8 @@ class ImageMemory(Message):
     """The image, and the session's host memory: two sealed memfds of these sizes.
 
     Attributes:
-        version: The image's version (`session_image.IMAGE_VERSIONS`). Workers that know only version 1 do not send it.
+        version: The image's version (`session_image.IMAGE_VERSIONS`). Workers that support only version 1 do not send
+            it.
         pages: How many descriptors of pages follow in ImagePages.
         in_place: Whether the former worker parked the session in place. If so, these pages contain their bytes, and the
             host memory contains only the bytes of the other pages.

@@ -88,7 +88,7 @@ class ConnectionState(NamedTuple):
         selected: The number of the selected stream.
         ring: The state of its ring; None if it has no ring.
         unread: Bytes that the worker has received and not served: requests that wait for the session's return.
-        events: The number of each event, as the client knows it, and its time in nanoseconds.
+        events: The number of each event, which the client uses too, and its time in nanoseconds.
     """
 
     pid: int

@@ -20,7 +20,7 @@ from gpulease.protocol.lease_options import WorkerOptions
 class WorkerSpec(WorkerOptions, Message):
     """A worker. It orders the zygote to fork this worker, or a warm worker to take this lease or submit.
 
-    The spec also has the options of the lease that the worker obeys.
+    The spec also has the options of the lease that the worker applies.
 
     Attributes:
         lease_id: For a session's worker, the id of its lease and session. For a worker made ahead of its lease, the
@@ -70,7 +70,7 @@ class WorkerSpec(WorkerOptions, Message):
 
     @property
     def submit_number(self) -> int:
-        """The number of the submit that the tenant sees."""
+        """The number of the submit in reports to the tenant."""
         return self.lease_id & U64_MAX
 
 

@@ -3,7 +3,7 @@
 1. Such a request needs the session on its card. So, like an operation of the session, it brings the session back. When
    the session has returned, the request is checked again and handled. Only a move can begin while the session is
    parked.
-2. The request may come when its tenant already knows that the session is back and this table does not: the worker
+2. The request may come after its tenant was notified of the session's return but before this table was: the worker
    answers the operation and reports the return to the broker at the same time.
 3. The wait is as long as that of an operation that waits for the return. If the session can't return, the request is
    refused with the same reason.

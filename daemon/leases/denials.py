@@ -304,7 +304,7 @@ NO_AUDIT_LOG: Final = Denial(
 
 
 def not_kept(problem: str) -> Denial:
-    """Deny a grant because the journal can't be written: a daemon that restarts would not know the lease.
+    """Deny a grant because the journal can't be written: a restarted daemon would have no record of the lease.
 
     `problem` says why.
     """

@@ -1,6 +1,6 @@
 """Invariants of the lease table, recomputed from the leases, regions, submits and contexts alone.
 
-No check trusts a running sum: each computes the figure again and compares.
+No check relies on a running sum: each computes the figure again and compares.
 """
 
 from collections import Counter

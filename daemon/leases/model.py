@@ -305,7 +305,7 @@ class LeaseTerms(LeaseOptions):
 
     @property
     def is_claimed(self) -> bool:
-        """Return whether the fleet knows the lease, so that it ends at the membership deadline."""
+        """Return whether the lease is recorded in the fleet, so that it ends at the membership deadline."""
         return bool(self.name) or self.fleet_bytes > 0
 
     @property

@@ -208,8 +208,8 @@ class Parking(ParkingViews):
         if state.phase is ParkPhase.PARKED:
             effects.append(RequestDenied(event.request, denials.is_returning(lease.lease_id)))
             return
-        # The tenant may learn of its session's return before this table does, because the worker answers both at the
-        # same time.
+        # The tenant may be notified of its session's return before this table is, because the worker answers both at
+        # the same time.
         cause = requester_of(event, lease)
         if state.phase is ParkPhase.RESIDENT:
             if (denial := self._park_if_allowed(lease, cause, now_ns, effects)) is not None:
@@ -601,7 +601,7 @@ class Parking(ParkingViews):
             return
         _record_return(lease, state, event.moved_bytes, now_ns, effects)
         if not state.host_bytes:
-            # This daemon does not know the memory that an earlier daemon gave the worker, so replace it or drop it.
+            # This daemon has no record of the memory that an earlier daemon gave the worker, so replace it or drop it.
             effects.append(DropParkMemory(lease.lease_id))
             self._prepare_host(lease, effects)
         # An operation was waiting, so the session counts as used now.
@@ -876,7 +876,7 @@ class Parking(ParkingViews):
             state.cause = ParkCause.ADOPTED
             self._order(lease, state, now_ns, effects)
         else:
-            # If the session was parked without a record, its worker obeys only an order with the number of that park.
+            # If the session was parked without a record, its worker accepts only an order with the number of that park.
             state.number = park_number or now_ns
             self._order_return(lease, state, now_ns, effects)
 

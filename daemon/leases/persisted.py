@@ -23,7 +23,7 @@ from gpulease.protocol.limits import MAX_REGIONS
 
 
 class LeaseRow(NamedTuple):
-    """A lease that its tenant may know as granted, or that is fenced.
+    """A lease whose grant its tenant may have received, or that is fenced.
 
     A tuple rather than a dataclass, because each change to a lease makes one.
 
@@ -65,7 +65,7 @@ class LeaseRow(NamedTuple):
 
 
 class RegionRow(NamedTuple):
-    """A region that its lease's worker knows, until its last bytes are released.
+    """A region that its lease's worker was ordered to open, until its last bytes are released.
 
     Attributes:
         kept_bytes: Bytes that stay in the place of a FENCED or RETURNED region.
@@ -143,7 +143,7 @@ class RecoveredState:
 
 def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
     """Return the row of a live lease; None while PENDING, because no grant has been reported yet."""
-    # A restarted daemon does not know a pending lease: its client loses the connection, and acquires again.
+    # A restarted daemon has no record of a pending lease: its client loses the connection, and acquires again.
     if lease.state is LeaseState.PENDING:
         return None
     # A context that the card lends for a submit ends with the submit, unless it is part of a fence.
@@ -258,8 +258,8 @@ def revive(
         is_restored=True,
         membership_deadline=membership_deadline,
         has_session=has_session,
-        # The earlier daemon may have ordered regions and lost their rows, and the session knows their numbers: skip
-        # these.
+        # The earlier daemon may have ordered regions and lost their rows, and the session may have used their numbers:
+        # skip these.
         region_number=min(MAX_NUMBER, row.region_number + MAX_REGIONS),
         park=ParkState(parked_ns=row.parked_ns, misfit=row.misfit) if row.terms.is_parkable else None,
         wait_ms=row.wait_ms,

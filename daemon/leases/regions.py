@@ -533,7 +533,7 @@ class Regions(RegionViews):
             self.fence_with(lease, now_ns, effects)
 
     def _continue(self, lease: Lease, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
-        # The grant of an OPENING region was never reported, so no client knows it.
+        # The grant of an OPENING region was never reported, so no client has its id.
         if region.state is RegionState.OPENING:
             self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, effects)
         elif region.is_expired(now_ns):

@@ -106,8 +106,8 @@ class Restoration:
             self._pool.drop_earlier_context(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, effects)
         elif event.beside_lease_id or event.worker_id in self._store.ended:
             self._pool.drop_leftover_worker(event, now_ns, effects)
-        # This is the worker of a lease that no client knows, because its grant was not reported. A lease without a
-        # tenant holds its bytes through the normal teardown.
+        # This is the worker of a lease whose grant was not reported, so no client has its id. A lease without a tenant
+        # holds its bytes through the normal teardown.
         else:
             lease = Lease(
                 lease_id=event.worker_id,

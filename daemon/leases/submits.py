@@ -369,7 +369,7 @@ class Submits(SubmitViews):
         # The submit's own time starts when its context is ready, not when it was requested.
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
-        # Set both deadlines before the submit is reported ready: the worker obeys whichever comes first.
+        # Set both deadlines before the submit is reported ready: the worker applies whichever comes first.
         self.on_membership_deadline(lease, effects)
         self.on_deadline(lease, effects)
         effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))

@@ -305,7 +305,7 @@ class LeaseTable:
         return self._store.denial_for(lease_id, now_ns)
 
     def tenants_with_access(self, lease_id: int) -> frozenset[str]:
-        """Return the tenants that may know a lease or region: its own, and that of the lease that contains a region."""
+        """Return the tenants with access to a lease or region: its own, and for a region that of its lease."""
         lease = self._store.get(lease_id)
         return frozenset() if lease is None else self._store.tenants_with_access(lease)
 
@@ -619,7 +619,7 @@ class LeaseTable:
             self.regions.on_timer(event, now_ns, effects)
 
     def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, effects: list[Effect]) -> None:
-        # Whether the bytes are free depends on the bytes that others hold, which only the card's account knows.
+        # Whether the bytes are free depends on the bytes that others hold, which only the card's account has.
         if self._pool.is_shown_free(event, now_ns, effects):
             self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, effects)
 
@@ -741,7 +741,7 @@ class LeaseTable:
         lease.deadline_ns = deadline_ns
         effects.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
         if lease.submit_id:
-            # The submit obeys its lease's deadline as well as its own.
+            # The submit ends at its lease's deadline or its own, whichever is first.
             self.submits.on_deadline(lease, effects)
         effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
         if lease.membership_deadline is not None:

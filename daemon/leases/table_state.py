@@ -224,8 +224,8 @@ class LeaseStore:
     def denial_unless_owner(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
         """Return the denial for a caller that is neither the tenant of a lease or region nor an operator, else None.
 
-        To other callers, a foreign lease and an unknown one look the same. The tenant of a region's lease may know the
-        region.
+        To other callers, a foreign lease and an unknown one look the same. The tenant of a region's lease has access to
+        the region.
         """
         # Most callers are the tenant of a live lease, which needs no snapshot.
         if (live := self.live.get(lease_id)) is not None and live.tenant == tenant:
@@ -249,7 +249,7 @@ class LeaseStore:
         return None if is_operator or tenant in self.tenants_with_access(lease) else denials.not_found(lease_id)
 
     def tenants_with_access(self, lease: LeaseSnapshot) -> frozenset[str]:
-        """Return the tenants that may know a lease or region: its own, and that of the lease that contains a region."""
+        """Return the tenants with access to a lease or region: its own, and for a region that of its lease."""
         parent = self.get(lease.parent_id) if lease.parent_id else None
         return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})
 

@@ -187,7 +187,7 @@ class Teardown:
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, effects)
         else:
-            # The reclaim took too long. The reason tells the operator whether memory or a process's end is missing.
+            # The reclaim took too long. The reason says whether memory or a process's end is missing.
             of_what = "its submit's" if lease.is_proved else "its"
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"

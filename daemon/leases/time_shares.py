@@ -286,7 +286,10 @@ class TimeShares:
         *,
         shares: bool,
     ) -> None:
-        """Decide which sessions take turns. A latency session that is obeyed takes none: it works at any time."""
+        """Decide which sessions take turns.
+
+        A latency session for which others hold back takes none: it works at any time.
+        """
         takers = {
             session.session: Taker(
                 session.time,
@@ -330,7 +333,7 @@ class TimeShares:
         if is_limited:
             part_ns = max(0.0, part_ns + balance_ns / _CORRECTION_ROUNDS)
         elif balance_ns < 0.0 and possible_ns < round_ns * _ALL:
-            # Others want the card. Without this limit, a tenant that pauses after each long kernel would pay nothing.
+            # Others demand the card. Without this limit, a tenant that pauses after each long kernel would pay nothing.
             is_limited, part_ns = True, max(0.0, possible_ns + balance_ns / _CORRECTION_ROUNDS)
         shares = fill(part_ns, demand_by_session, weights)
         targets: dict[int, float] = {}
@@ -369,9 +372,9 @@ class TimeShares:
         *,
         shares: bool,
     ) -> dict[str, float]:
-        """Reduce the debts of tenants that do not want all that they could have, or that no longer have a session.
+        """Reduce the debts of tenants that do not demand all that they could have, or that no longer have a session.
 
-        Returns what each tenant in debt could have: the part that it would get if it wanted the whole card.
+        Returns what each tenant in debt could have: the part that it would get if it demanded the whole card.
         """
         possible: dict[str, float] = {}
         for tenant in self.debtors:

@@ -498,7 +498,7 @@ class QueueingHandler(logging.Handler):
                 self._changed.notify_all()
                 return None
             self._is_writing = True
-            # Write the count of dropped lines first, so that a reader knows that lines are missing before the next one.
+            # Write the count of dropped lines first, which shows that lines are missing before the next one.
             chunk = bytearray()
             self._dropped_in_write, self._dropped = self._dropped, 0
             if self._dropped_in_write:
@@ -667,7 +667,7 @@ def go_on_logging(process: str, *, reopens: bool = True) -> None:
 
     Args:
         process: The name of the process.
-        reopens: False for a process that closes descriptors that it does not know, and so uses only standard error.
+        reopens: False for a process that closes unknown descriptors, and so uses only standard error.
     """
     form, _, level = os.environ.get(VARIABLE, "").partition(",")
     # The variable may be set by another program; a wrong word must not prevent the start.

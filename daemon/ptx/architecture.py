@@ -30,7 +30,7 @@ class Architecture:
         # A newer version may have added instructions that the parser would misread.
         if version > NEWEST_PTX:
             written, newest = (".".join(map(str, numbers)) for numbers in (version, NEWEST_PTX))
-            return f"the image is PTX {written}, this driver knows PTX up to {newest}"
+            return f"the image is PTX {written}, this driver supports PTX up to {newest}"
         match = _TARGET.fullmatch(target)
         if match is None:
             return f"the target must be an architecture like sm_90, not {target[:60]!r}; this device is {self}"

@@ -2,8 +2,8 @@
 
 A worker speaks plain frames on a socket, and a session's bytes must not pass through the broker. So each TLS connection
 has its own process, a **relay**. It speaks TLS on one side and has a socket pair on the other. The broker has the far
-end, and after ATTACH the worker has it. Neither of them knows TLS. The kernel could do a relay's work (ktls), but not
-every kernel has it, and Python can't hand the kernel the keys.
+end, and after ATTACH the worker has it. Neither of them implements TLS. The kernel could do a relay's work (ktls), but
+not every kernel has it, and Python can't hand the kernel the keys.
 
 The **acceptor** makes the relays. It accepts connections and waits, in one process and for a bounded time, until a
 connection has sent the beginning of a handshake. Then it gives the connection to a relay that it has forked before, or

@@ -503,7 +503,7 @@ class TlsAcceptor:
 
     def _on_verified(self, handshake: Handshake, verified: PeerVerified) -> None:
         holder = CertificateHolder(verified.names, int(verified.serial, 16))
-        # The limit applies to the certificate's names, because only the broker knows the tenant. Without it,
+        # The limit applies to the certificate's names, because only the broker can determine the tenant. Without it,
         # connections that the broker refuses could take all relays.
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_relays_per_names:
             self._abort(handshake, f"the holder of {', '.join(holder.names)} has too many connections")

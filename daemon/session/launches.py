@@ -173,7 +173,7 @@ def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> DriverLaunchAttribut
     name = plan.kernel.name
     # Refuse unknown flags: ignoring one could give the launch another meaning.
     if flags & ~int(LaunchFlag.COOPERATIVE):
-        raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
+        raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not support", kernel=name)
     # All zeros mean no cluster.
     if not any(cluster):
         return DriverLaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)

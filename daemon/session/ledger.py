@@ -187,7 +187,7 @@ class Ledger:
                     hint="Free some, or allocate fewer but larger ones.",
                 )
             )
-        # Check both bounds: the bytes that the tenant sees as free, and whole pages on the card.
+        # Check both bounds: the bytes that are reported to the tenant as free, and whole pages on the card.
         free_bytes = self.slice_bytes - self.charged_bytes
         if size_bytes > free_bytes or size_bytes + -size_bytes % self._page_bytes > self.room_bytes:
             raise Refused(

@@ -140,8 +140,8 @@ def _run(
         close_all([*page_fds])
         return serve(page, output)
     except Exception:
-        # This is a bug of ours: write the traceback to the log. The tenant sees a lost session, the broker an exit
-        # status.
+        # This is a bug of ours: write the traceback to the log. The tenant gets the error of a lost session, the broker
+        # an exit status.
         traceback.print_exc(file=sys.stderr)
         return WorkerExit.BUG
 

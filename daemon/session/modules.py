@@ -1,8 +1,8 @@
 """A session's modules, and the types of their kernels' parameters.
 
-The types come from an image's PTX text (PTX ISA sections 5.1.6 and 11.1): the drivers know only the parameters' sizes,
-because machine code has no types. A client uses the types to refuse a float where an integer is expected. Nothing else
-depends on them: where this module can't parse the text, the types are unknown.
+The types come from an image's PTX text (PTX ISA sections 5.1.6 and 11.1): the drivers report only the parameters'
+sizes, because machine code has no types. A client uses the types to refuse a float where an integer is expected.
+Nothing else depends on them: where this module can't parse the text, the types are unknown.
 """
 
 import re

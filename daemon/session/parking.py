@@ -353,7 +353,7 @@ class SessionParking:
 
         Returns the number of milliseconds that the worker may sleep; None if there is nothing to prepare.
         """
-        # A copy that is void is dropped with the next order, and counted now.
+        # A void copy is counted now, and dropped with the next order.
         if self._ahead_bytes and self._ahead_uses != self._uses():
             self._count_discarded()
         now_ns = time.monotonic_ns()

@@ -63,7 +63,7 @@ Usually a step takes less. The limit keeps the worker from taking a core while a
 
 UNASKED_GRACE_MS: Final = 1000
 """The grace of a region that the worker ends without an order: an earlier broker had ended it, or the current broker
-does not know it."""
+has no record of it."""
 
 MAX_MAPPED_REGIONS: Final = 4096
 """Maximum number of regions for which a session holds addresses, including ended ones. Otherwise a tenant could fill
@@ -164,7 +164,7 @@ class RegionMemory:
             chosen.forget()
         gate.forget_current()
         if earlier is not None:
-            # End the regions that had ended, and those that the new broker does not know.
+            # End the regions that had ended, and those of which the new broker has no record.
             earlier.close()
             for region in list(self._by_id.values()):
                 if region.ended is not None or page.word(region.slot).number != region.number:

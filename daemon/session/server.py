@@ -89,8 +89,8 @@ from gpulease.protocol.ring import SharedMemoryGrant, SharedMemoryRequest
 from gpulease.protocol.time_units import NS_PER_MS
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
-"""Maximum memory of incomplete frames that all connections of a session may hold: one of the largest frames, and many
-small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
+"""Maximum memory of incomplete frames that all connections of a session may hold: one frame of the largest size, and
+many small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
 MAX_SLEEP_MS: Final = 5000
 """Longest sleep of the worker. After it, the worker drops connections that have kept half a frame for too long, and
@@ -118,7 +118,7 @@ RETRY_MS: Final = 10
 """Longest sleep while messages about regions wait for room in the broker's socket."""
 
 SHOW_AGAIN_MS: Final = 250
-"""Time between two checks of what keeps a session in its process, so that requests do not wait for a check each."""
+"""Time between two checks of why a session can't leave its process, so that not every request waits for a check."""
 
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
@@ -171,7 +171,7 @@ class SessionServer:
         # that have to wait for the session's return.
         self._held: set[int] = set()
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
-        # When what keeps the session in its process was last checked, on time.monotonic_ns().
+        # The time (time.monotonic_ns()) of the last check of why the session can't leave its process.
         self._shown_ns = 0
         # Whether the worker may poll instead of sleeping, and until when it does so now, on time.monotonic_ns().
         self._may_poll = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
@@ -192,8 +192,8 @@ class SessionServer:
             # Step 1: update the heartbeat, and check the connections' deadlines.
             self._session.poll()
             if self._has_left:
-                # Serve only the broker: it kills this process, or lets the session stay.
-                # A next process may be copying the session's pages out of a ring.
+                # Serve only the broker: it kills this process, or lets the session stay. The next process may be
+                # copying the session's pages out of a ring.
                 pause_ms = self._session.parking.pump()
                 self._poll.poll(MAX_SLEEP_MS if pause_ms is None else pause_ms)
                 if not self._serve_broker():
@@ -593,7 +593,7 @@ class SessionServer:
         resources.has_changed = resources.shows_pages
 
     def _show_why_stays(self) -> int | None:
-        """Show the broker what keeps the session in its process, if that may have changed.
+        """Show the broker why the session can't leave its process, if that may have changed.
 
         Returns the number of milliseconds after which to call this again; None if not before another request.
         """
@@ -650,7 +650,8 @@ class SessionServer:
         self._has_left = parking.is_misfit
         if not parking.is_misfit:
             parking.note_serves()
-        # Report before anything is served: if this process dies, the broker must know whether the session was complete.
+        # Report before anything is served: if this process dies, the broker must be able to tell whether the session
+        # was complete.
         self._send_reports()
         if not parking.is_parked:
             self._release_held()
@@ -1157,7 +1158,7 @@ def report(channel: socket.socket, message: Message) -> bool:
 
 
 def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the broker's next message (None if this version does not know it) and its descriptors.
+    """Return the broker's next message (None if this version does not support it) and its descriptors.
 
     If an AttachOrder is malformed, its descriptor is closed and an order without one is returned, which the caller
     refuses. Raises ChannelClosed or BlockingIOError.
@@ -1174,7 +1175,7 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
 
 HANDOVER_S: Final = 10.0
 """Longest time for which a submit's worker waits for its connection, after it reported that it is ready. If the broker
-dies in this time, no connection comes, and the next broker does not know that one is due."""
+dies in this time, no connection comes, and the next broker is not aware that one is due."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 

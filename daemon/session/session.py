@@ -8,7 +8,7 @@ kernel's fault belongs to no connection: it makes the session skip every connect
 then also to the connections that had a request skipped. After a fault that destroyed the context, every later reply
 reports that fault. A guest's PING reports only why that guest's own requests failed or were skipped.
 
-A session knows frames and the driver, but no sockets.
+A session handles frames and calls the driver, but uses no sockets.
 """
 
 import contextlib

@@ -289,7 +289,7 @@ class Site:
         return encoded
 
     async def _revoke(self, request: Request) -> Response:
-        # Step 1: check the token, so that a reader without it learns nothing from the other checks.
+        # Step 1: check the token, so that the other checks reveal nothing to a reader without it.
         token = self._access.token_of(request)
         # Step 2: check the broker's bounds here too, to respond with a sentence for people.
         lease_id = request.path_params["lease_id"]

@@ -102,7 +102,7 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
             await send(message)
 
-        # The application sees only requests that pass every check.
+        # The application gets only requests that pass every check.
         refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send_with_headers)
@@ -122,7 +122,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = headers_of(scope["headers"])
         is_act = scope["method"] in acting_methods(scope["path"])
-        # Check host and origin first, so that a foreign page learns nothing from the other checks.
+        # Check host and origin first, so that the other checks reveal nothing to a foreign page.
         refused = refusal(headers, self._known, is_act=is_act, is_linked=scope["path"] in PAGE_PATHS)
         if refused is not None:
             return refused

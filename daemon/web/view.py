@@ -88,7 +88,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChange:
-    """A change of a lease or region to another phase; `about` is None while the feed does not know the lease."""
+    """A change of a lease or region to another phase; `about` is None until the feed has the lease's report."""
 
     number: int
     at_s: float
@@ -239,7 +239,7 @@ def _allocated(lease: Report) -> int | None:
 
 def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
     snapshot = change.about
-    # If the feed does not know the lease, show the change without its details.
+    # If the feed does not have the lease's report, show the change without its details.
     tenant = "" if snapshot is None else snapshot.tenant if is_named else pseudonyms.of_tenant(snapshot.tenant)
     fields = {
         "number": change.number,

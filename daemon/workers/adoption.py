@@ -53,7 +53,7 @@ class LeftoverWorker:
 
     @property
     def is_leased(self) -> bool:
-        """Return whether the worker's lease was granted, so that a tenant may know the lease."""
+        """Return whether the worker's lease was granted, so that a tenant may have its id."""
         return self.page.deadline_ns > 0
 
     @property
@@ -114,7 +114,7 @@ def reconcile(
         number = draw() if is_additional else spec.lease_id
         used_ids.add(number)
         of_lease = (spec.submit_of or spec.lease_id) if is_additional else 0
-        # The record of a resize that grew the session may be newer than what the zygote knows of the worker's size.
+        # The record of a resize that grew the session may be newer than the zygote's record of the worker's size.
         size_bytes = spec.size_bytes if spec.submit_of else max(spec.size_bytes, sizes.get(of_lease, 0))
         charge_bytes = size_bytes + overheads.get(spec.card_uuid, 0)
         adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, of_lease), candidate.worker))

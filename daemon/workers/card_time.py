@@ -468,7 +468,7 @@ class CardTimes:
         """Send each worker the words that it lacks. A worker that is too busy now gets them later."""
         for session, (number, word) in card.words.items():
             for session_id, member in card.members.items():
-                # Skip older workers, which do not know words (and keep no account).
+                # Skip older workers, which do not support words (and keep no account).
                 if member.words.get(number) == word.serial or member.worker.page.time_claims() is None:
                     continue
                 message = LatencyWord(number, is_own=session_id == session)

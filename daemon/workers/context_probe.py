@@ -46,7 +46,7 @@ async def measure_overhead(source: CardSource, workers: Workers, cards: list[Car
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A worker on one card. `number`: the number by which the registry knows the worker."""
+    """A worker on one card. `number`: the worker's number in the registry."""
 
     source: CardSource
     workers: Workers

@@ -317,7 +317,7 @@ class UnlistedSince:
         self._least_bytes = 0
 
     def missing(self, reading: CardReading, polled_ns: int) -> str:
-        """Record a poll. Returns a description of what prevents the proof; "" if the card does not list the process."""
+        """Record a poll. Returns why the bytes are not proved free; "" if the card does not list the process."""
         # The card lists the process (again), so earlier polls without it do not count: start again.
         if (held_bytes := reading.processes.get(self._pid)) is not None:
             self._since_ns = None

@@ -98,7 +98,8 @@ class ParkOrders:
         self._send(order.lease_id, messages.ParkMemoryOrder())
 
     def copy_ahead(self, order: events.CopyAhead) -> None:
-        # A worker that does not receive this, or does not know it, copies everything when it parks its session.
+        # A worker that does not receive this order, or does not support it, copies everything when it parks its
+        # session.
         self._send(order.lease_id, messages.CopyAheadOrder())
 
     def park(self, order: events.ParkSession) -> None:

@@ -40,7 +40,7 @@ class Worker:
     """A worker, from the time of the request to the zygote.
 
     Attributes:
-        spec: The worker's lease; its `lease_id` is the number by which the broker knows the worker.
+        spec: The worker's lease; its `lease_id` is the worker's number in the broker.
         page: Its control page.
         channel: The broker's end of its channel.
         zygote: The zygote that forked it, or is about to.
@@ -166,7 +166,8 @@ class Worker:
         The next broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)
-        # Write the state word after the control page: when a client sees the word, the session must have ended already.
+        # Write the state word after the control page: when a client reads the word, the session must have ended
+        # already.
         if self.regions is not None and cause:
             self.regions.page.end_lease(status, cause, reason)
         # The word on the page is enough to end the lease. The message wakes a sleeping worker, so that idle tenants are
@@ -300,7 +301,7 @@ class ReapedWorker:
     """A worker that was reaped, until its bytes are proved free.
 
     Attributes:
-        lease_id: The number by which the broker knows the worker.
+        lease_id: The worker's number in the broker.
         pid: The process id that it had; 0 if it was never forked.
         zygote: The zygote that must forget it; None if there is none.
         serial: Its number in that zygote.

@@ -379,7 +379,7 @@ class ZygoteClient:
         self._send(PagesRenewed(spec, serial), page_fds)
 
     def forget(self, serial: int) -> None:
-        """Report that a worker's bytes are proved free, so that no broker needs to know the worker any more."""
+        """Report that a worker's bytes are proved free, so that no broker needs a record of the worker any more."""
         if self.outlives_its_broker:
             self._send_or_drop(WorkerForgotten(serial))
 

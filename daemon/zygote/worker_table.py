@@ -177,7 +177,7 @@ class WorkerTable:
         self._ended.clear()
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
-        """Yield the messages, with their descriptors, from which the next broker learns about the workers."""
+        """Yield the messages, with their descriptors, that report the workers to the next broker."""
         # First yield the live workers, each with its descriptors; then the ended workers, which only need a report.
         for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
@@ -213,7 +213,7 @@ class WorkerTable:
             state = state_of(worker.page_fds.lease)
             worker.deadline_ns = state.deadline_ns
             if not state.deadline_ns:
-                # The lease was never granted, so no tenant knows it.
+                # The lease was never granted, so no tenant has its id.
                 worker.kill_due_ns = now_ns
             elif state.word is not None:
                 worker.kill_due_ns = now_ns + GRACE_NS

@@ -209,7 +209,7 @@ class AttachHandler:
 
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
         """Hand the connection over. If that fails, its tokens may be used again."""
-        # The order tells the worker whether this client may be someone other than the lease's tenant.
+        # The order says whether this client may be someone other than the lease's tenant.
         attempt.is_stranger = self._is_stranger(attempt.number)
         worker = self._runtime.workers.worker(attempt.number)
         if worker is not None:

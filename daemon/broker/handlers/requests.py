@@ -115,7 +115,7 @@ class RequestDispatcher:
         self.leave()
 
     def leave(self) -> None:
-        """Abandon what the client waits for and subscribes to, because it has disconnected."""
+        """Abandon the requests and subscriptions of a client that has disconnected."""
         for kind in (LeaseHandler, AttachHandler, QueryHandler):
             if (existing := self._handlers.get(kind)) is not None:
                 existing.leave()

@@ -68,7 +68,7 @@ class TokenHandler:
         self._caller.answer(request, messages.Audience(self._service.audience_of(self._peer.tenant)))
 
     def capability_revoke(self, request: Request, body: messages.CapabilityRevoke) -> None:
-        """Serve CAPABILITY_REVOKE. The reply says whether a restarted daemon will know the revocation."""
+        """Serve CAPABILITY_REVOKE. The reply says whether the revocation is recorded for a restarted daemon."""
 
         def on_done(is_durable: bool) -> None:
             reason = (
@@ -118,7 +118,7 @@ class TokenHandler:
             raise Refused(
                 Failure(
                     Status.INVALID_REQUEST,
-                    f"permissions {body.permissions:#x} have bits that this daemon does not know",
+                    f"permissions {body.permissions:#x} have bits that this daemon does not support",
                 )
             )
         permissions = Permission(body.permissions)

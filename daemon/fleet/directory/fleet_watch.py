@@ -202,7 +202,7 @@ class FleetWatch:
             cause = "has not read the fleet's records from etcd yet"
         return Failure(
             Status.DISCONNECTED,
-            f"this directory {cause}, so it does not know which nodes are alive: {self._reason}",
+            f"this directory {cause}, so it can't find out which nodes are alive: {self._reason}",
             hint="Use another directory. The operator should check etcd and the network to it; leases continue.",
         )
 

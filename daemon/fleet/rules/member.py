@@ -16,7 +16,7 @@ heartbeats, this node does not join.
 revision, another cluster, or an earlier record of its own or of the last join. It then does not join until an operator
 renews the generation key. Leases without a claim in the backup may still run, so a node claims nothing for T (1 + rho)
 after it first saw the new generation. Then one node settles the generation: it writes the `epochs` record, which every
-claim compares. The record has a base of epochs above every epoch that the node knows, because revisions may be lower
+claim compares. The record has a base of epochs above every epoch in the node's records, because revisions may be lower
 than before.
 
 **The horizon.** A node that takes a silent node's names waits for its own horizon, so all nodes must have the same. The
@@ -139,8 +139,8 @@ UNSETTLED: Final = "the fleet's generation was renewed, and leases from before m
 FOREIGN: Final = "etcd's record of this node comes from another daemon, or from a later state of this daemon's journal"
 
 EPOCH_GAP: Final = 10**9
-"""Number of epochs that a new generation skips, to be above claims that no running node knows. etcd takes days for this
-many revisions."""
+"""Number of epochs that a new generation skips, to be above claims of which no running node has a record. etcd takes
+days for this many revisions."""
 
 _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
 """Reasons for the end of a membership after which this daemon forgets its claims, because they may be another daemon's
@@ -196,12 +196,12 @@ class Member:
         self._mark = mark
         self._awaits_mark = False
         self._highest_epoch = 0
-        """The highest epoch from before a renewed generation that this node knows."""
+        """The highest epoch from before a renewed generation in this node's records."""
         self._unsettled_ns: int | None = None
         """Since when this node has known the present generation while it is not settled; None if it is settled."""
         self._is_settling = False
         self._joined_revision = 0
-        """The revision of the last join that this node saw."""
+        """The revision of the last join that this node has read."""
         self._foreign: _ForeignRecord | None = None
         self._remembered_ns = 0
         self._horizon_s = terms.horizon_s
@@ -411,11 +411,13 @@ class Member:
     # --- joining ---
 
     def _restore_claims(self, claims: LiveClaims, now_ns: int) -> None:
-        """Process the broker's claims. The node joins if there are none, or if it knows their incarnation."""
+        """Process the broker's claims. The node joins if there are none, or if it has a record of their incarnation."""
         if self._phase is _Phase.STARTING:
             # There are claimed leases, and no stored membership. End them.
             if (claims.epochs or claims.quotas) and not self._membership.incarnation:
-                self._lose(Reason.FORGOTTEN, "the daemon no longer knows under which membership it claimed names")
+                self._lose(
+                    Reason.FORGOTTEN, "the daemon has lost the record of the membership under which it claimed names"
+                )
                 return
             self._claims.restore(claims.epochs)
             self._quotas.restore(claims.quotas)
@@ -635,7 +637,7 @@ class Member:
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
         """Return whether an operator renewed or deleted either key.
 
-        If the horizon is unreadable, members keep the one that they know.
+        If the horizon is unreadable, members keep the one that they read last.
         """
         previous = "" if generation is None else read_generation(generation.value)
         if previous != self._identity.generation or horizon is None:
@@ -684,8 +686,8 @@ class Member:
             # for.
             base, due_ns = own_base, now_ns
         else:
-            # The generation is new, or the base is not above all epochs that this node knows, or this node does not
-            # know the base.
+            # The generation is new, or the base is not above all epochs that this node knows, or this node has not read
+            # the base.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
             is_low = epochs is not None and epochs.generation == self._identity.generation
             due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns

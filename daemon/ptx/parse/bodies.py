@@ -134,7 +134,7 @@ class BodyParser(CallParser):
     def _parse_statement(self) -> None:
         cursor = self.cursor
         at = cursor.peek
-        # The scopes do not know the line, so add it to their errors here.
+        # The scopes have no line numbers, so add the line to their errors here.
         try:
             match at.kind:
                 case "directive":

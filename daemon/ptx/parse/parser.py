@@ -66,7 +66,7 @@ class _ImageParser:
         if not takes_long_parameters(version, target):
             self._max_parameter_bytes = MAX_OLD_PARAMETER_BYTES
         if reason := self._architecture.rejection(version, target):
-            hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
+            hint = f"Compile it with a toolkit whose PTX this driver supports: nvcc -ptx -arch={self._architecture}."
             raise self.cursor.problem(reason, at, hint=hint)
         # Step 2: parse everything else, in any order.
         while self.cursor.peek.kind != "end":

@@ -32,7 +32,7 @@ and the next record describes it in `data.torn` (`offset` in the file, `size_byt
 belong to the chain.
 
 **Notes.** A record of the kind `note` has members `lease` and `tenant`, and an object `note` that the tenant sent. A
-reader skips kinds that it does not know, and verifies the chain over all kinds.
+reader skips unknown kinds, and verifies the chain over all kinds.
 
 **Removed files.** The operator may limit the number of files. Before the daemon removes a file, it writes a record of
 the kind `prune` with the file's last sequence number and hash.

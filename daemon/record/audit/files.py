@@ -156,7 +156,7 @@ class AuditLog:
     """An open log. Used by one thread at a time.
 
     Args:
-        chain_end: A record that the caller knows to have been in the log. The chain continues after it, even if the
+        chain_end: A record that was in the log, according to the caller. The chain continues after it, even if the
         files or the head now end earlier.
 
     Attributes:
@@ -286,7 +286,7 @@ class AuditLog:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.end.seq:
                 break
-        # The file, the head and the caller each know an end. Continue after the latest of the three, so that lost
+        # The file, the head and the caller each have an end. Continue after the latest of the three, so that lost
         # records leave a gap in the numbers.
         self.end = self._compare_with_known_end(self._compare_with_head(tail.end))
 

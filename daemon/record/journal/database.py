@@ -5,7 +5,7 @@ durable and a loss visible:
 
 1. SQLite writes changes to its log first (WAL), and syncs the log at each commit (`synchronous=FULL`). So a commit that
    has returned is on the disk (sqlite.org/pragma.html). The code reads every pragma back, because SQLite ignores
-   pragmas that it does not know.
+   unknown pragmas.
 2. No other process may open the database (`locking_mode=EXCLUSIVE`). So SQLite keeps the log's index in memory and not
    in a file.
 3. If one of the files was moved or removed, a commit fails, because the next daemon could not read it.
@@ -57,7 +57,7 @@ class _NewerFormat(ValueError):
     """The journal is intact, but this version can't read its format."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"was written by a newer gpulease (format {version}; this version knows {VERSION})")
+        super().__init__(f"was written by a newer gpulease (format {version}; this version supports {VERSION})")
 
 
 FOLDER_MODE: Final = 0o700
@@ -295,7 +295,7 @@ class Store:
     def begin(self, changes: Iterable[Change]) -> None:
         """Make the first commit, and so check that the disk can be written. Raises JournalBroken."""
         try:
-            # Set the version, so that a daemon that knows only version 1 does not open the file.
+            # Set the version, so that a daemon that supports only version 1 does not open the file.
             if self._connection is not None:
                 self._connection.execute(f"PRAGMA user_version={VERSION}")
             self.apply(changes)
@@ -403,7 +403,7 @@ def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
     )
     try:
         for name, value, answer in (*_PRAGMAS, ("synchronous", synchronous, _SYNCHRONOUS[synchronous])):
-            # SQLite ignores a pragma that it does not know or can't obey, so each is read back.
+            # SQLite ignores a pragma that is unknown or can't be applied, so each is read back.
             connection.execute(f"PRAGMA {name}={value}")
             ((got,),) = connection.execute(f"PRAGMA {name}")
             if got != answer:

@@ -254,8 +254,7 @@ class FileJournal(Journal):
     def answer(self, outcome: events.Outcome, on_outcome: OnOutcome) -> None:
         """Hold an outcome until every event so far is durable, including events that do not concern it."""
         if isinstance(outcome, (events.SubmitReady, Checked)):
-            # The journal has no rows about checks, nor about submits, which the next daemon learns of from their
-            # workers.
+            # The journal has no rows about checks, nor about submits, whose workers report them to the next daemon.
             on_outcome(outcome)
             return
         # Most denials change no row, so they need not be durable.

@@ -75,7 +75,7 @@ FLIP_BOUNDS_S: Final = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
-"""Bounds of histograms of regions' ends. A session sees a region's changed word within 0.1 ms, or at its next launch.
+"""Bounds of histograms of regions' ends. A session reads a region's changed word within 0.1 ms, or at its next launch.
 To release a region's pages takes a few hundred microseconds after the launches in flight have ended."""
 
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)

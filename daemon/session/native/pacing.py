@@ -112,7 +112,7 @@ class Pacer:
         self._page = page
         self._marks = (PacingMark * MAX_MARKS)()
         self._means = (ctypes.c_uint64 * MEANS)()
-        # Two substitutes: a word that is always 0, for each latency word that the session does not know; and a word
+        # Two substitutes: a word that is always 0, for each latency word that the session has not received; and a word
         # that no process reads, for the session's own word.
         self._zero_word, self._dummy_own_word = ctypes.c_uint64(), ctypes.c_uint64()
         zero_word = ctypes.addressof(self._zero_word)
@@ -139,7 +139,7 @@ class Pacer:
         # Addresses of two means: for the work that was begun last, and for the work that was admitted under a limit and
         # has no mark yet (0 if there is none).
         self._mean, self._admitted = self._any_mean, 0
-        # When a wait last saw work outstanding; 0 if it did not poll yet.
+        # When a wait last found work outstanding; 0 if it did not poll yet.
         self._work_seen_ns = 0
         page.keep_time()
 
@@ -208,7 +208,7 @@ class Pacer:
         return max(to_turn_ns - TURN_SPIN_NS // 2, MIN_HELD_SLEEP_NS) / NS_PER_S
 
     def note_work_seen(self, now_ns: int) -> None:
-        """Record when a wait last saw work outstanding."""
+        """Record when a wait last found work outstanding."""
         self._work_seen_ns = now_ns
 
     def begin_wait(self) -> None:
