@@ -10,11 +10,11 @@
     ├── TimedOut            a one-shot job exceeded its time limit
     ├── Disconnected        no daemon answers, the connection was lost, or the daemon shut down (which ends the lease)
     │   └── Untrusted       the peer at that address could not prove that it is the daemon
-    ├── Unsupported         the daemon knows the request and can't serve it
+    ├── Unsupported         the daemon does not support the request, or a part of it
     ├── Denied              the daemon does not let this tenant do that
     ├── InvalidRequest      the request is invalid
     │   ├── LeaseFreed      the lease was already freed
-    │   └── NotFound        the daemon knows no such lease
+    │   └── NotFound        the daemon has no such lease
     ├── GpuSessionFailed    the session is lost: its process or its context failed, and its lease is over
     └── OperationFailed     one operation failed; the session continues
         ├── AllocFailed     the slice has no room for that

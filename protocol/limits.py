@@ -6,7 +6,7 @@ All limits are checked before anything is allocated or read.
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
-"""The only version that this package knows. A frame of another version is refused, because its layout is unknown."""
+"""The only version that this package supports. A frame of another version is refused, because its layout is unknown."""
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 """Largest payload of any frame. Stops a peer that announces 4 GiB from making the receiver reserve that much. The
@@ -147,4 +147,4 @@ allocating the buffer for each frame would cost more than the copy."""
 
 USUAL_MAX_WAIT_S: Final = 3600
 """Longest time in seconds that a request may wait for room, unless the operator sets another (`max_wait_s`). A client
-that does not know the wait with which a lease was acquired waits this long for the return of the lease's session."""
+without a record of the wait with which a lease was acquired waits this long for the return of the lease's session."""

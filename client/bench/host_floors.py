@@ -1,8 +1,10 @@
-"""Floors: times of plain Python work, which depend on the host alone. Figures of Python are divided by them.
+"""Floors: times of plain Python work, which depend on the host alone.
 
-Hosts differ in their Python's speed by a factor of two, and differently for each kind of work: a short loop stays in
-the caches, and a request that passes through several processes runs with cold caches. So each floor does one kind of
-work, without any code of gpulease, and is measured in turn with the figures of the same kind:
+Figures that depend on Python are divided by them.
+
+The speed of Python differs between hosts by a factor of two, and by other factors for other kinds of work: a short loop
+stays in the caches, and a request that passes through several processes runs with cold caches. So each floor does one
+kind of work, without any code of gpulease, and is measured in turn with the figures of the same kind:
 
 - `call_us`: a short call that packs a frame into mapped memory and loads a word of it, repeated. For calls that the
   client makes alone.
@@ -123,7 +125,7 @@ class CallFloor:
         self._caller = _NumberedCalls(self._frames)
 
     def burst_us(self, count: int) -> float:
-        """Microseconds of one call, the mean of `count`."""
+        """Return the mean time of one of `count` calls, in microseconds."""
         call, shape = self._caller.call, (1, 1, 1)
         started = time.perf_counter()
         for _ in range(count):
@@ -179,7 +181,10 @@ def _parse_us() -> float:
 
 
 def parse_cpu_us() -> float:
-    """CPU time of one parse by this thread, in microseconds. It is correct even while other threads run Python."""
+    """Return the CPU time of one parse by this thread, in microseconds.
+
+    It is correct even while other threads run Python.
+    """
     began_s = time.thread_time()
     _parse()
     return (time.thread_time() - began_s) * 1e6

@@ -51,7 +51,7 @@ class _LastingRequest(LeaseRequest):
 @lease_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of shell commands.")
 def acquire(lease_request: LeaseArguments, as_json: bool) -> None:
-    """Acquire a lease that lasts for the --for duration, no matter which programs use it.
+    """Acquire a lease for the duration --for, whichever programs use it.
 
     `gpulease free` ends it earlier.
 

@@ -70,7 +70,7 @@ def drain(
     """Empty the node: refuse new leases, warn tenants, and end the remaining leases by a deadline.
 
     With --device, only that card is emptied, and waiting requests are granted on other cards. --move then moves the
-    sessions of parkable leases to other cards, one after the other, lists the leases that stay with the reason, and
+    sessions of parkable leases to other cards, one after the other, lists each lease that stays, with the reason, and
     exits with 1 if any stays.
 
     If the command is repeated, the new deadline applies. The node or card stays drained until --cancel or, without

@@ -52,7 +52,7 @@ _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     help="The file for the kernel's next output; outputs without a file are written to standard output. Repeatable.",
 )
 @click.option(
-    "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory of the lease, in MiB."
+    "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory for the job, in MiB."
 )
 @click.option("--secs", default=60.0, show_default=True, help="The lease's maximum duration in seconds.")
 def submit(

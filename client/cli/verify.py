@@ -24,7 +24,7 @@ def verify(driver: str, only: str, as_json: bool) -> None:
 
     Meanwhile a second tenant works on the card, and the command checks that this tenant is not affected.
 
-    Starts a private daemon, so it does not touch the leases of a running daemon, but uses the card's time. The exit
+    It starts a private daemon, which does not affect the leases of a running daemon, but uses the card's time. The exit
     status is 1 if any guarantee does not hold.
     """
     # Show progress on stderr after each fault, and print the report at the end.

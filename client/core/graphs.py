@@ -214,7 +214,9 @@ class Graphs:
         attachment = self.attachment
         attachment.check_open(_LAUNCH)
         if attachment.recording is not None:
-            raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or after the block")
+            raise InvalidRequest(
+                f"{_LAUNCH}: the session is recording another graph", "Launch it before or after the block"
+            )
         # A mistake raises here, before the request is sent.
         try:
             number, frame, are_active = graph.frame(attachment, values, regions, position)

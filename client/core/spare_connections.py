@@ -45,7 +45,6 @@ class SpareConnections:
             channel.close()
 
     def close(self) -> None:
-        """Close all spare connections."""
         _close_all(self._spare)
 
     def disown(self) -> None:

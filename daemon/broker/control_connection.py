@@ -240,7 +240,10 @@ class ControlConnection(asyncio.BufferedProtocol):
     # --- requests ---
 
     def serve_next(self) -> None:
-        """Serve the requests after an ATTACH or GPU_SUBMIT that was refused, so that no worker took the connection."""
+        """Serve the requests that follow an ATTACH or GPU_SUBMIT that was refused.
+
+        No worker has taken the connection.
+        """
         self._serve_requests()
 
     def serve_in_steps(self, request: Request, step: Step) -> None:

@@ -30,8 +30,8 @@ MAX_PRESENTED: Final = 64
 loop."""
 
 MAX_NAMES: Final = 4096
-"""Maximum number of tenants for which audiences are known by name, for the audit log. This is more than a host has
-users."""
+"""Maximum number of tenants whose names are kept with their audiences, for the audit log. It is larger than the number
+of a host's users."""
 
 KEY_FILE_NAME: Final = "token.key"
 

@@ -117,7 +117,7 @@ class WebActionHandler:
     def handle(self, message: FromWeb, answer: Answer) -> None:
         """Serve one request of the web process. Calls `answer` once with its outcome.
 
-        Raises what performing it raises; the caller must answer then.
+        Raises the action's errors; the caller must then answer.
         """
         number, action = message.request, self._action_of(message)
         # Check the bound on guesses before the token: while the bound applies, not even a right token is checked.

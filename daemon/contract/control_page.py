@@ -56,7 +56,7 @@ The claims page, by byte offset:
      152  time at which the current such interval began, ns; 0 for none
      160  time held back, ns: the sum of the finished intervals in which work waited for the limits on the lease's page
      168  time at which the current such interval began, ns; 0 for none
-     176  1 if the worker keeps this account of time and obeys the limits; 0 from an older worker
+     176  1 if the worker keeps this account of time and applies the limits; 0 from an older worker
      184  times at which the last finished busy interval began and ended, in two words, ns
      200  what the worker says about a session that moves between workers, see `Transfer`
      208  copies ahead that were discarded because the session was used
@@ -232,9 +232,9 @@ class Counter(IntEnum):
 class Transfer(IntEnum):
     """Which of a lease's workers has the session, for a broker that finds several; a value of `Counter.TRANSFER`.
 
-    NONE: no image has left the worker or arrived in it; also of an older worker, which writes nothing. LEFT: the worker
-    has sent the session's image, and serves nothing until it is ordered to stay. SERVES: it has adopted the image, or
-    was ordered to stay, and reads what the session's clients send.
+    NONE: no image has left the worker or arrived in it, or the worker is older and writes nothing. LEFT: the worker has
+    sent the session's image, and serves nothing until it is ordered to stay. SERVES: it has adopted the image, or was
+    ordered to stay, and reads what the session's clients send.
     """
 
     NONE = 0
@@ -246,7 +246,7 @@ SESSION_TOTALS: Final = tuple(counter for counter in Counter if counter.metrics)
 """Counters that only grow during a session's life. Metrics add them up."""
 
 SESSION_USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
-"""Counters at least one of which changes with each request that a session serves, whichever code serves it."""
+"""With each request that a session serves, in Python or in native code, at least one of these counters changes."""
 
 MAX_CONNECTIONS: Final = 16
 """Maximum number of connections of a SHARED session, so that a tenant can't exhaust its worker's descriptors."""
@@ -519,7 +519,7 @@ class BrokerPage:
             gone_by_ns: When the zygote ends the worker if the broker has not, on the monotonic clock.
             cause: The name of the cause of the end, for the next broker, because several causes share one status.
         """
-        # Write everything that explains the word before the word itself, so that a reader that sees it finds the rest.
+        # Write everything that explains the word before the word itself, so that a reader that reads it finds the rest.
         self._words[_REFUSED_GONE_BY] = gone_by_ns
         self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = _cause_field(cause)
         # The cut may split a character; `WorkerPage.reason` ignores the incomplete one.
@@ -725,7 +725,7 @@ class WorkerPage:
         # A free entry has the number 0. The broker admits at most MAX_CONNECTIONS, so at least one entry is free.
         places = range(_FIRST_CONNECTION, _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS, _CONNECTION_WORDS)
         place = next(at for at in places if not self.counters[at])
-        # Write the number last, so that a reader that sees it finds the pid and bytes of this connection, not of the
+        # Write the number last, so that a reader that reads it finds the pid and bytes of this connection, not of the
         # previous one.
         self.counters[place + 1], self.counters[place + 2] = pid, 0
         self.counters[place] = number

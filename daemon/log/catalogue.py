@@ -253,7 +253,8 @@ class LogEvent(Enum):
     CARD_CROWDED = LogKind(
         "card.crowded",
         WARNING,
-        "cards were measured while workers of an earlier daemon ran: restart the daemon later to measure them again",
+        "cards were measured while workers of an earlier daemon ran, so too little memory may be leased: "
+        "restart the daemon to measure them again",
     )
     CARD_UNREAD = LogKind(
         "card.unread",

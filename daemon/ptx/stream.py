@@ -4,7 +4,7 @@ The stream's thread never needs Python's lock, so a caller that computes or spin
 caller writes a slot and posts a semaphore. It reads the progress from a counter in shared memory.
 
 Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if the
-launch takes longer than waking them. It estimates this from the time that the kernel's blocks took at the last launch,
+launch takes longer than the wake-up. It estimates this from the time that the kernel's blocks took at the last launch,
 and from the blocks that it has run itself since the launch began (native/team.ll).
 """
 

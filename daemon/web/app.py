@@ -107,7 +107,7 @@ _SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
 class PageAccess:
-    """Checks the operator's token. Only requests with the token see tenants' names and may act.
+    """Checks the operator's token. Only requests with the token get tenants' names and may act.
 
     For actions, the broker checks the token again.
 

@@ -217,7 +217,7 @@ def packed_tensors(
                 f"{quantization.where}: {module} is {packed} in the files, but {listed}"
                 f" {_EXCEPTIONS[quantization.method]}"
                 if name.endswith("_proj.weight")
-                else f"{quantization.where}: tensor {name} is packed; the engine reads linears of layers packed alone"
+                else f"{quantization.where}: tensor {name} is packed; only linears of layers may be packed"
             )
         if not is_packed:
             continue
@@ -228,7 +228,7 @@ def packed_tensors(
             consumed.append(entry)
         # AWQ's tensors have other names than a plain weight, so a file could have both.
         if name in tensors:
-            raise ModelRejected(f"{quantization.where}: tensor {name} is there twice, packed and plain")
+            raise ModelRejected(f"{quantization.where}: tensor {name} exists twice, packed and plain")
         if quantization.method == AWQ:
             yield _awq_tensor(config, name, shape, *consumed)
         else:

@@ -176,7 +176,7 @@ def _unfuse(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> 
         size_bytes = row_bytes(_type(name, kind, file), config.width, f"{file.path}: tensor {name}")
         for part, rows in parts.items():
             if part in tensors:
-                raise ModelRejected(f"{where}: tensor {part} is there twice, by itself and in {name}")
+                raise ModelRejected(f"{where}: tensor {part} exists twice, by itself and in {name}")
             tensors[part] = FileTensor(file, (rows, config.width), kind, offset)
             offset += rows * size_bytes
 

@@ -26,8 +26,8 @@ from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RA
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
-"""A linear's sums are divided until the launch would have more programs, of 64 columns each, than this: two for each of
-an H100's 132 multiprocessors."""
+"""Maximum number of programs of a linear's launch, each for 64 columns and one part of the sums. The sums are divided
+into more parts as long as the launch has no more programs than this: two for each of an H100's 132 multiprocessors."""
 
 MAX_SPLITS: Final = 8
 """Maximum number of parts of a sum. Each part is written to memory and read again."""

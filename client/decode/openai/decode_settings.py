@@ -388,7 +388,6 @@ class PoolTable:
     ] = DEFAULT_LOAD_WAIT_S
 
     def limits(self) -> ResidencyLimits:
-        """Return the limits of the pool."""
         return ResidencyLimits(
             self.memory_bytes, self.parked_bytes or 0, self.min_stay_s, self.idle_s, self.max_waiting
         )

@@ -182,7 +182,7 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
                 raise InvalidRequest(f"model {chain[-1]}: smaller must be another model of the file, not {smaller!r}")
             chain.append(smaller)
             smaller_model = models[smaller]
-            # A caller gets the variant's answer without knowing it in advance, so it must have the same form.
+            # Callers do not choose the variant, so its answer must have the same form as the model's.
             if _shape(smaller_model) != _shape(model):
                 raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, so it can't replace {name}")
 

@@ -39,10 +39,10 @@ LISTINGS: Final = MetricFamily(
 NODES: Final = MetricFamily(
     "gpu_directory_nodes",
     FamilyKind.GAUGE,
-    "Nodes that the directory knows, by state: ready, draining or silent.",
+    "Nodes in the directory's view, by state: ready, draining or silent.",
     ("state",),
 )
-NAMES: Final = MetricFamily("gpu_directory_names", FamilyKind.GAUGE, "Names whose claims the directory knows.")
+NAMES: Final = MetricFamily("gpu_directory_names", FamilyKind.GAUGE, "Names with a claim in the directory's view.")
 VIEW_AGE: Final = MetricFamily("gpu_directory_view_age_seconds", FamilyKind.GAUGE, "Time since etcd last answered.")
 CURRENT: Final = MetricFamily(
     "gpu_directory_current", FamilyKind.GAUGE, "1 while the directory names nodes; 0 while its data is too old."

@@ -5,9 +5,9 @@ revision plus the fleet's base of epochs. If the answer is lost, the node repeat
 the first attempt was executed, the repetition fails and reads the claim. A lease is granted only after an answer has
 shown the claim.
 
-Each heartbeat reads this node's claims, and deletes those without a lease or a waiting request. A claim that this
-daemon does not know may be another daemon's with the same node id. It is deleted when all leases of that daemon have
-ended.
+Each heartbeat reads this node's claims, and deletes those without a lease or a waiting request. A claim of which this
+daemon has no record may belong to another daemon with the same node id. It is deleted when all leases of that daemon
+have ended.
 """
 
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ class NodeClaims:
     def end(self, name: str, epoch: int, now_ns: int) -> None:
         """Delete the claim of a lease that has ended.
 
-        If this member does not know the claim, a heartbeat deletes it later.
+        If this member has no record of the claim, a heartbeat deletes it later.
         """
         claim = name, epoch - self._membership.epoch_base
         if claim in self.live.items():
@@ -299,8 +299,8 @@ class NodeClaims:
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
         """Delete a claim, unless another daemon with this id may serve the name. Returns whether it is deleted."""
-        # The claim is this daemon's if the daemon knows it or made its nonce. Otherwise, all leases of other daemons
-        # with this id must have ended.
+        # The claim is this daemon's if the daemon has a record of it or made its nonce. Otherwise, all leases of other
+        # daemons with this id must have ended.
         is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
         is_over = is_known or self._membership.is_over(now_ns)
         if is_over:

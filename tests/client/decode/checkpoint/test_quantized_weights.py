@@ -188,7 +188,7 @@ def test_what_the_engine_does_not_compute_is_refused_by_name(
             r"qweight must have the shape \[384, 16\], .* not \[384, 128\]",
         ),
         ("awq", {f"{DOWN}.scales": ("BF16", (3, 128))}, "down_proj.scales must be of type F16, not BF16"),
-        ("awq", {f"{DOWN}.weight": ("F16", (128, 384))}, f"tensor {DOWN}.weight is there twice, packed and plain"),
+        ("awq", {f"{DOWN}.weight": ("F16", (128, 384))}, f"tensor {DOWN}.weight exists twice, packed and plain"),
         ("awq", {f"{DOWN}.bias": ("F16", (128,))}, f"'{DOWN}.bias' is not part of a qwen2 model"),
     ],
 )

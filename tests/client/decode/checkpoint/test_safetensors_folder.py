@@ -126,7 +126,7 @@ def test_tensors_that_transformers_leaves_out_are_left_out(tmp_path: Path) -> No
     [
         ("self_attn.qkv_proj.weight", None, "qkv_proj.weight is missing"),
         ("mlp.gate_up_proj.weight", np.zeros((1023, 256), np.float32), r"must have the shape \[1024, 256\]"),
-        ("self_attn.k_proj.weight", np.zeros((64, 256), np.float32), "k_proj.weight is there twice, by itself and in"),
+        ("self_attn.k_proj.weight", np.zeros((64, 256), np.float32), "k_proj.weight exists twice, by itself and in"),
         ("self_attn.qkv_proj.bias", np.zeros(384, np.float32), "is not part of a phi3 model"),
     ],
 )
