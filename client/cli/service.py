@@ -113,7 +113,7 @@ def filled_in(name: str, text: str, environment: Environment) -> str:
     # Pass a function as the replacement, because sub() would interpret backslashes in a path.
     text = _EXEC_START[name].sub(lambda _: "\n".join(lines), text)
     if environment.under(_HOMES) is not None:
-        text = _PROTECT_HOME.sub("# Its Python lies in a home.\nProtectHome=read-only", text)
+        text = _PROTECT_HOME.sub("# Its Python is in a home folder.\nProtectHome=read-only", text)
     return text
 
 

@@ -39,8 +39,8 @@ PING_AFTER_S: Final = 2.0
 for room. A grant without a wait takes far less, so hardly any acquire pings."""
 
 LATE_S: Final = 1.0
-"""If this process notices a deadline later than this, in seconds, the delay is its own: it was stopped (job control, a
-debugger), or its host is overloaded. The peer may have answered long ago."""
+"""If this process notices a deadline more than this many seconds late, the delay is its own: it was stopped (job
+control, a debugger), or its host is overloaded. The peer may have answered long ago."""
 
 MAX_EXTENSIONS: Final = 3
 """Maximum number of times that a deadline is extended because it was noticed late. If this process notices every
@@ -171,7 +171,7 @@ def receive_from_living(
         # The daemon answered the PING: wait for PING_AFTER_S again.
         if ping_id and take(ping_id) is not None:
             ping_id, silence = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
-        # Five cases, in this order: a deadline has passed, but bytes have arrived, so look again; the request's own
+        # Five cases, in this order: a deadline has passed, but bytes have arrived, so check again; the request's own
         # deadline has passed; neither has passed, so wait; the PING was not answered in time; no PING was sent yet, so
         # send one.
         if min(deadline.remaining_s(), silence.remaining_s()) <= 0 and channel.pump():

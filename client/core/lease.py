@@ -534,7 +534,10 @@ class LeaseHandle:
         return lease_report_of(reply.report, operation_of(Opcode.LEASE_QUERY))
 
     def note_end(self) -> Procedure[None]:
-        """Ask the daemon whether the lease has ended, and record how. Does nothing if it has forgotten the lease."""
+        """Ask the daemon whether the lease has ended, and record how.
+
+        Does nothing if the daemon has no record of the lease.
+        """
         with suppress(NotFound):
             end = end_reason_of((yield from self.query()))
             if end is not None:
@@ -566,7 +569,7 @@ class LeaseHandle:
             yield from operations.finish_sent()
 
     def resize(self, size_bytes: int) -> Procedure[None]:
-        """Change the lease's size. Raises CapacityExceeded or AllocFailed."""
+        """Change the lease's size. Raises CapacityExceeded, Denied or Busy."""
         # Buffers held for reuse count as used, and would prevent a shrink, so free them.
         yield from self.finish_sent()
         clean_up = SizeCleanUp(self)
@@ -1045,7 +1048,8 @@ def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedur
     if lease.end_failure is OWNED_BY_PARENT:
         raise error_of(OWNED_BY_PARENT, "reacquire")
     if lease.remaining_s > 0:
-        # The lease's deadline has not passed, but the daemon may have ended the lease early, or may have forgotten it.
+        # The lease's deadline has not passed, but the daemon may have ended the lease early, or may have no record of
+        # it any more.
         report: LeaseReport | None = None
         with suppress(NotFound):
             report = yield from lease.query()

@@ -1,6 +1,6 @@
 """The runtime around the lease table: events go in, effects come out and are executed here.
 
-The lease table decides, the runtime executes. `Runtime.post` gives the table one event, passes its effects to the
+The lease table decides; the runtime executes. `Runtime.post` gives the table one event, passes its effects to the
 journal, the audit log and the metrics, and then executes them in order. An event that is posted during this waits in a
 queue, so the table never handles two events at once.
 
@@ -334,7 +334,7 @@ class Runtime:
     def _post_timer(self, event: Event) -> None:
         # Raise nothing: the other timers that are due must be posted, too.
         try:
-            # A worker may have answered in time, and only this process be late.
+            # A worker may have answered in time even if this process is late.
             if isinstance(event, events.TimerFired) and event.kind in _AWAIT_WORKERS:
                 region = self.table.regions.get(event.worker_id)
                 self.workers.read_arrived(event.worker_id if region is None else region.lease_id)
@@ -377,7 +377,7 @@ class Runtime:
 
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
-        # Write journal and audit log before the effects are executed: a peer must not see an effect that they lack.
+        # Write journal and audit log before the effects are executed: no peer may notice an effect that they lack.
         self.journal.on_event(event, effects)
         facts = self.history.on_event(event, effects, now_ns)
         if facts:

@@ -519,7 +519,7 @@ def not_its_tenant(region_id: int) -> Denial:
 
 
 def not_revocable(lease_id: int) -> Denial:
-    """Deny a tenant's request to revoke its own lease or region; it frees them instead."""
+    """Deny a tenant's request to revoke its own lease or region. The tenant may free it instead."""
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"You may not revoke lease {lease_id:032x}: only an operator can revoke a lease; only the tenant of the"

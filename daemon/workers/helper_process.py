@@ -478,7 +478,7 @@ class _Child:
             async with asyncio.timeout(within_s):
                 await self._ended.wait()
         except TimeoutError:
-            # The process may have ended in time, and only this one be late.
+            # The process may have ended in time even if this process is late.
             if not self._ended.is_set():
                 return None
         # Popen has -signal for a signal; wait(2) statuses have the exit code in the high byte and the signal in the low

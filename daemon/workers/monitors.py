@@ -149,7 +149,7 @@ class KernelWatchdog:
         # only its length counts.
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         last = self._last_heartbeats.get(worker.spec.lease_id)
-        # A compilation that the last round did not see has begun since that round.
+        # A compilation that the last round did not find has begun since that round.
         away_ns = round_away_ns
         if last is not None and last.compiling_since_ns == compiling_since_ns:
             away_ns = last.away_ns
@@ -492,7 +492,7 @@ class CardWatch:
                 self._unread[card_uuid] = str(error)
         except Exception:
             # This is a bug of ours. Continue to poll: otherwise memory that others hold would be granted.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"polling card {card_uuid}")
 
     async def _read(self, card_uuid: str) -> None:
         # Read the daemon's workers before the poll: one that ends during it may still be in the card's figures.

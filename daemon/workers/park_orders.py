@@ -1,8 +1,8 @@
 """Delivers parking orders to workers and the answers to the lease table, and polls which sessions are in use.
 
 A tenant may have compromised its worker. An answer counts only for the worker's own lease and with the number of the
-last order, or of one that an earlier daemon gave. Its bytes are bounded by the lease's slice, and the card must prove
-what the worker claims to have released.
+last order, or of one that an earlier daemon gave. Its bytes are bounded by the lease's slice. Bytes that the worker
+claims to have released count only once the card shows them free.
 """
 
 import asyncio
@@ -255,4 +255,4 @@ class ParkOrders:
                 self._post(events.StayClaimed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
 
     def _on_fault(self, error: Exception) -> None:
-        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="polling what workers claim of their sessions")
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="polling the workers' claims about their sessions")

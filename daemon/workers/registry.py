@@ -477,7 +477,7 @@ class Workers:
         lease_id = worker.spec.lease_id
         match message:
             case messages.Attached(mark, is_in, second_mark):
-                # Never count below zero, because the worker may lie.
+                # Never count below zero, because the worker's count may be false.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
                 for token_mark in (mark, second_mark):
                     if token_mark is not None:

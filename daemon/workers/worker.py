@@ -1,7 +1,7 @@
 """The broker's view of a worker: its process, its channel and its control page, and the counters on that page.
 
 A worker writes its own counters. So a counter that decreases, or that is impossibly high, counts as unchanged. A tenant
-that has compromised its worker can lie only about its own figures.
+that has compromised its worker can falsify only its own figures.
 """
 
 import asyncio

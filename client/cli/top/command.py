@@ -35,7 +35,8 @@ _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s", "gpu_shar
     "every_s",
     type=NumberRange(MIN_EVERY_S, MAX_EVERY_S),
     metavar="SECONDS",
-    help=f"Seconds between two samples, over which rates are computed; by default {EVERY_S:g}, or {ONCE_S:g} with --once.",
+    help="Seconds between two samples, over which rates are computed; by default"
+    f" {EVERY_S:g}, or {ONCE_S:g} with --once.",
 )
 @click.option(
     "--once", is_flag=True, help="Print one frame as text. This is the default if the output is not a terminal."

@@ -16,7 +16,7 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.operations import SPECS
 
 _TO_QUERY: Final = SPECS[Opcode.LEASE_QUERY].needs.permissions
-"""A token must permit one of these for LEASE_QUERY, and for a subscription, which reports the same as it changes."""
+"""A token must permit one of these for LEASE_QUERY, and for a subscription, which reports changes of the same facts."""
 
 LEASES_PER_STEP: Final = 32
 """Number of leases that a list reports before other connections are served: about a millisecond. Stops a list of a
