@@ -390,7 +390,7 @@ def error_of(failure: Failure, operation: str, own_requests: Container[int] = ()
 
 
 def _earlier(failure: Failure, number: int) -> str:
-    # Name launches by their kernels, by which programs know them.
+    # Name launches by their kernels, because programs choose a launch by its kernel's name.
     if failure.failed_op in (Opcode.LAUNCH, Opcode.LAUNCH_IN, Opcode.LAUNCH_WITH):
         kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
         return f"earlier launch {number}{kernel}"

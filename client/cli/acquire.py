@@ -75,7 +75,7 @@ def acquire(lease_request: LeaseArguments, as_json: bool) -> None:
 
 def _environment(lease: engine.LeaseHandle) -> dict[str, str]:
     """The variables by which a program finds a lease."""
-    # `gpulease run` sets the same variables, so a program need not know which command acquired its lease.
+    # `gpulease run` sets the same variables, so a program finds its lease in the same way with either command.
     variables = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
     return variables | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
 

@@ -390,7 +390,7 @@ def _carol(
 ) -> tuple[dict[str, Any], list[Claim]]:
     words = read_bytes // WORD_BYTES
     with GpuSession(lease) as session:
-        # Look at the memory before anything is written. A word that is not 0 would be bob's.
+        # Read the memory before anything is written. A word that is not 0 would be bob's.
         module = session.module_load(rule_breakers())
         memory = session.mem_alloc(read_bytes)
         nonzero_words = count_set(session, module, memory, words)

@@ -53,7 +53,7 @@ def failures_as_sentences() -> Iterator[None]:
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
-        # click prints these itself, and knows their status.
+        # click itself prints these and sets the exit status.
         raise
     # Die by the signal itself, so that a shell's loop stops, too.
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 The broker writes the words of a session's regions to a page that the client maps (`protocol.session_words`). The page's
 epoch is raised after every change, so a launch compares two numbers, and reads the words of its regions only if they
 differ. The worker checks every launch itself: so a client that does not read the page, or has the page of an earlier
-broker, learns of an end from the worker.
+broker, gets the error from the worker.
 
 The client refuses only the first operation after a wait. It sends later ones, because the worker may already have
 refused an earlier launch, and skipped all after it, including those in other regions. In that case the client queries

@@ -162,7 +162,7 @@ class TimelyProtocol(H11Protocol):
     peer may still be sending a request when the connection is closed, the rest is dropped, so that the reply arrives.
 
     Attributes:
-        refuse: Makes the reply to a request that the application does not see.
+        refuse: Makes the reply to a request that is not passed to the application.
     """
 
     refuse: "Refuse"

@@ -86,8 +86,9 @@ class NumbaKernel:
                 determine it.
             arch: The compute capability to compile for; DEFAULT_ARCH if None.
 
-        Raises: InvalidRequest: This is not such a function, or numba does not support the types. Unsupported: Numba or
-        a CUDA library that it needs is not installed, or an option needs numba's linker.
+        Raises:
+            InvalidRequest: This is not such a function, or numba does not support the types.
+            Unsupported: Numba or a CUDA library that it needs is not installed, or an option needs numba's linker.
         """
         try:
             # Import numba only here, because that takes seconds, and most programs do not need it.

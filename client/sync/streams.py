@@ -42,7 +42,7 @@ class Stream(StreamHandle):
 
     def sync(self) -> None:
         """Wait until the stream has finished. Raises SyncFailed or LaunchFailed, naming the kernel that failed."""
-        # Most waits for a stream end while this side still polls; only a longer one is driven.
+        # Most waits for a stream end while this side still polls; only a longer wait needs `drive`.
         streams = self.streams("sync")
         with streams.attachment.lock:
             remaining = streams.sync_one_at_once(self)

@@ -30,8 +30,8 @@ Often the work is done already, and only this process has not read the result; o
 """
 
 _PATIENT: Final = frozenset({TimerKind.SPAWN, TimerKind.RECLAIM, TimerKind.PARK, TimerKind.ORPHAN})
-"""Timers that judge workers, cards and clients. All others keep promises about time, so a stop does not delay them
-further."""
+"""Timers after which a worker, a card or a client counts as failed. All other timers are for promised times, so a stop
+does not delay them further."""
 
 
 @dataclass(slots=True, eq=False)

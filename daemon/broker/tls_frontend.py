@@ -165,7 +165,7 @@ class TlsFrontend:
     async def _send_relay(self, pid: int) -> None:
         """Make a new acceptor responsible for an earlier one's relay.
 
-        It ends the relay once the certificate is revoked.
+        The acceptor ends the relay once the certificate is revoked.
         """
         while (relay := self._relays.get(pid)) is not None and self._acceptor.is_running:
             try:

@@ -276,7 +276,7 @@ class Message:
         for name, key, kind, _ in _fields_of(type(self)):
             value = getattr(self, name)
             if kind.is_inline:
-                # The inline message brings its own "op", which must not replace this one's.
+                # The inline message brings its own "op", which must not replace that of this message.
                 message |= kind.pack(value)
                 message["op"] = self.OP
             elif value is not None or not kind.is_optional:

@@ -637,11 +637,11 @@ class ForwardRevokedReport(Message):
         status: The number of the refusal's status without its minus sign.
         kernel: The kernel's name; "" for a graph of several kernels.
         site: Number of the launch in its burst or graph.
-        position: The region's position in the regions page, as the launch named it.
+        position: The position that the launch passed; 0 without one.
         flipped_ns: When the broker changed the region's state word, on the monotonic clock.
         seen_ns: When the worker read the changed word.
-        told_ns: When the worker replied with the refusal, or learned that the client had raised it; 0 if the tenant has
-            made no request since.
+        told_ns: When the worker replied with the refusal, or was notified that the client had raised it; 0 if the
+            tenant has made no request since.
     """
 
     OP: ClassVar[str] = "forward_revoked"

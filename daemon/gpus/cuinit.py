@@ -49,7 +49,7 @@ def ask() -> CuInitResult:
     try:
         reply = json.loads(done.stdout)
     except ValueError:
-        return CuInitResult(None, f"it exited with status {done.returncode}, and said nothing")
+        return CuInitResult(None, f"it exited with status {done.returncode}, without output")
     return CuInitResult(reply["number"], reply["reason"])
 
 

@@ -746,7 +746,7 @@ def too_many_deferred(lease_id: int, most: int) -> Denial:
     """Deny a region, a resize, a submit or a move because too many of these wait for the session's return."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} is returning to its card, and {most} requests already wait for that, the maximum.",
+        f"Lease {lease_id:032x} is returning to its card, and {most} requests, the maximum, already wait for that.",
         "Try again after they have been answered.",
     )
 

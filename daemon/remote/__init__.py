@@ -22,5 +22,6 @@ A relay ends with its connection, with its inner socket, and with its tenant's c
 socket, the relay needs neither acceptor nor broker.
 
 Sessions are not resumed. Resumption needs the key of the tickets. Every relay would hold it, and a relay that was taken
-over could pass for any tenant. A resumed handshake would save two signatures, but not the check of the revocation list.
+over could impersonate any tenant. A resumed handshake would save two signatures, but not the check of the revocation
+list.
 """

@@ -327,7 +327,7 @@ class Receiver(Protocol):
 
 
 class ConnectionLost(Exception):
-    """The peer is gone, or its bytes can't be understood."""
+    """The peer is gone, or has sent invalid bytes."""
 
 
 class Wire(Protocol):
@@ -531,8 +531,8 @@ class RingWire:
         """Mark in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
-        # While the worker is awake, the peer's counter shows it that there is room. It needs a bell only while this
-        # flag is set.
+        # While the worker is awake, the peer's counter shows the worker that there is room. The worker needs a bell
+        # only while this flag is set.
         self._waits_for_room = True
         try:
             return self._replies.doze()

@@ -164,7 +164,7 @@ class GraphOperations(OperationHandler):
     def create(self, frame: Frame) -> bytes:
         size_bytes = len(frame.payload)
         if size_bytes > MAX_GRAPH_BYTES:
-            raise BodyError(f"a GRAPH_CREATE of {size_bytes} bytes; at most {MAX_GRAPH_BYTES} are allowed")
+            raise BodyError(f"the GRAPH_CREATE has {size_bytes} bytes; at most {MAX_GRAPH_BYTES} are allowed")
         body = parse_body(GraphCreate, frame.payload)
         part_count = _part_count(body)
         # Check everything before the driver makes an object, so that a refused graph leaves nothing behind.

@@ -56,7 +56,7 @@ def send_image(
     """
     data = image.to_bytes()
     if len(data) > MAX_IMAGE_BYTES:
-        raise ValueError(f"the image has {len(data)} bytes, and may have {MAX_IMAGE_BYTES}")
+        raise ValueError(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
     image_fd = sealed_memory("gpulease-image", len(data))
     try:
         with mmap.mmap(image_fd, len(data)) as memory:
@@ -127,14 +127,14 @@ class ReceivedImage:
                 )
             )
         if len(self.connections) != len(self.image.connections):
-            raise UnreadableImage("the image has other connections than the session")
+            raise UnreadableImage("the image's connections are not those of the session")
 
     def _receive(self, channel: socket.socket) -> tuple[ImageMessage, list[int]]:
         message, fds = receive_message(channel)
         self._fds += fds
         parsed = parse_message(IMAGE_MESSAGES, message)
         if parsed is None:
-            raise UnreadableImage("the image is not this version's")
+            raise UnreadableImage("the image was made by another version")
         return parsed, fds
 
     def take(self, fd: int) -> int:

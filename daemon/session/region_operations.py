@@ -88,7 +88,7 @@ class MappedRegion:
         marks: By the stream's number: a ticket for all work that was queued in the stream when a set with the region
           last stopped being the set in use there.
         tickets: Tickets for the region's work in streams that have been destroyed.
-        ended: How the region ended; None until the session has learned that it ended. Set once (`end`).
+        ended: How the region ended; None until the session has noticed that. Set once (`end`).
         is_reported: Whether a refusal has reported how it ended; every later one reports FENCED.
         record: The record of the region that native code reads; None until a set that names it is used.
     """

@@ -227,8 +227,8 @@ class Session:
     def handle(self, frame: Frame) -> bytes | memoryview | None:
         """Serve a request and return its reply, None for a quiet request.
 
-        A memoryview is the session's own memory, invalid at the next call. Raises FramingError if the rest of the
-        stream can't be understood any more.
+        A memoryview is the session's own memory, invalid at the next call. Raises FramingError for a frame that is not
+        a request; the connection must end then.
         """
         # Before anything else, check for the two errors that end the connection.
         if frame.request_id == 0:

@@ -163,14 +163,14 @@ class StreamOperations(OperationHandler):
 
     @serves(Opcode.USE_TOKEN)
     def use_token(self, frame: Frame) -> bytes:
-        """Serve USE_TOKEN. The connection's next request is checked against the token that this one names."""
+        """Serve USE_TOKEN: check the connection's later requests against the token with this number."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         if number > 1 or (number and not self.current.has_second_token):
             raise Refused(
                 Failure(
                     Status.INVALID_REQUEST,
                     f"the connection has no token with the number {number}",
-                    hint="Attach with a second token, and use it by the number 1; 0 is what the connection had before.",
+                    hint="Attach with a second token; then the number 1 begins its use, and 0 ends it.",
                 )
             )
         self.current.uses_second_token = bool(number)

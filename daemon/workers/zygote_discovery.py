@@ -214,8 +214,8 @@ def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
     answer, fds = _receive(channel)
     if answer.get("op") == ZygoteTaken.OP:
         raise _HasBroker
-    # The hand-over has an unknown version: the sessions are running, but this daemon can't understand their state.
-    # Refuse to start.
+    # The hand-over has an unknown version: the sessions are running, but this daemon can't read their state. Refuse to
+    # start.
     own = _parsed(answer)
     if not isinstance(own, ZygoteIntroduction) or own.handover != HANDOVER or len(fds) != 1:
         close_all(fds)
@@ -276,7 +276,7 @@ def _add_worker(zygote: FoundZygote) -> bool:
 
 
 def _parsed(answer: dict[str, Any]) -> Message | None:
-    """Return a zygote's message; None for one that only another version understands."""
+    """Return a zygote's message; None for one that only another version supports."""
     with contextlib.suppress(MalformedMessage):
         return parse_message(HANDOVER_MESSAGES, answer)
     return None

@@ -671,7 +671,7 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
-            # The reason is what the request waits for now.
+            # Give as the reason what the request waits for now.
             kept_out_by, detail = self._obstacle(tenant, waiting)
             detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed; send it again later"
             reason = CompletionReason.DEADLINE_EXCEEDED

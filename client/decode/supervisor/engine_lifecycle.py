@@ -232,7 +232,7 @@ Effect = (
 
 
 class RequestsInProgress(Protocol):
-    """The facts about requests that fault isolation needs. Requests have the ids that their callers know."""
+    """The facts about requests that fault isolation needs. Requests have their callers' ids."""
 
     def is_in_progress(self, request_id: str) -> bool:
         """Return whether the request has not ended."""

@@ -210,7 +210,7 @@ class EngineSupervisor:
         if not self._life.is_engaged(serving):
             return
         # A drain ends the lease only at its deadline. In a fleet, `lease_warned` moves the load before that. On a
-        # single daemon only the operator knows where to move the load.
+        # single daemon only the operator can choose where to move the load.
         if isinstance(error, Drained) and serving.lease.is_alive:
             if not serving.is_of_fleet:
                 self.log.warning(
@@ -455,7 +455,7 @@ class EngineSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """A shared prefix, as its operator sees it.
+    """A shared prefix, as reported to the operator.
 
     Attributes:
         name: Its name.

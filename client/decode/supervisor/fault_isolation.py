@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class FaultIsolation:
-    """The suspects, in groups that are computed one after another. Requests have the ids that callers know.
+    """The suspects, in groups that are computed one after another. Requests have their callers' ids.
 
     Attributes:
         current: The group that is being computed without other requests; empty if there is none.

@@ -566,7 +566,7 @@ def _refusing_large_models() -> Iterator[None]:
 
 
 def unknown_model(model: str) -> UnknownModel:
-    """Return the error for a model that is unknown or that the tenant may not use. It must not disclose which."""
+    """Return the error for a model that is unknown or that the tenant may not use: the same error for both."""
     return UnknownModel(f"Model {model!r} is not served here; GET /v1/models lists those that are.")
 
 

@@ -10,8 +10,9 @@ The order of the steps, and the reasons:
 4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
    If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch.
 5. As the owner again, read the output, which waits for the kernel. (Steps 3 to 5 use one connection, and the grant is
-   its second token: in step 4 the worker refuses what the grant does not permit. The lease is SESSION_EXCLUSIVE, so no
-   other connection can come in between. With an older daemon, each of the three steps has its own connection.)
+   its second token: in step 4 the worker refuses operations that the grant does not permit. The lease is
+   SESSION_EXCLUSIVE, so no other connection can come in between. With an older daemon, each of the three steps has its
+   own connection.)
 6. Record the outcome, free the lease with all of its memory, and reply.
 
 A failure before the launch releases the reservation: nothing was done, and the request may be retried. A failure after
@@ -132,14 +133,14 @@ class Effects(Protocol):
         ...
 
     def use_grant(self, owner: GpuSession) -> GpuSession | None:
-        """Return the session, which from now on does only what its grant permits.
+        """Return the session, which from now on does only operations that its grant permits.
 
         Returns None, and changes nothing, if the daemon is too old for a session with a grant to use later.
         """
         ...
 
     def use_own(self, owner: GpuSession) -> None:
-        """End `use_grant`: the session does what it did before."""
+        """End `use_grant`: the session may do everything that its owner may do."""
         ...
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
@@ -327,7 +328,7 @@ def _serve_on_lease(
         # Memory ends with its session unless it is kept, and the grant's session needs it next.
         if owner.owns_memory:
             owner.keep(memory.buffer, "request")
-        # The next session must see the copies, so wait for them before this session ends.
+        # The next session reads the copied bytes, so wait for the copies before this session ends.
         owner.sync()
     return _serve_by_connections(effects, authority, request, module_bytes, kernel, reservation, lease, memory)
 

@@ -202,7 +202,7 @@ class LeaseHandler:
 
     def _answer_granted(self, request: Request, lease: LeaseSnapshot) -> None:
         if not self._caller.connection.is_open:
-            # The client never learned this lease's id, so it would hold its bytes unused until it expires.
+            # The client has not received this lease's id, so it would hold its bytes unused until it expires.
             self._runtime.post(events.FreeRequested(0, lease.lease_id, lease.tenant))
             return
         # From here on the lease counts as connected by this connection.

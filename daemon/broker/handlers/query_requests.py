@@ -54,7 +54,7 @@ class QueryHandler:
             # The table may have dropped an ended lease, but still have the record that it was revoked.
             raise Refused((self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)).failure)
         if not self._may_query(lease):
-            # The same answer as for an unknown id: a stranger must not learn which ids exist.
+            # The same answer as for an unknown id: a stranger must not find out which ids exist.
             raise Refused(not_found(body.lease_id).failure)
         # A query shows that the tenant is alive, so the lease does not count as orphaned while this connection lives.
         if self._acts_for(lease) and not self._peer.is_reader:

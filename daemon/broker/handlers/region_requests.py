@@ -122,7 +122,7 @@ class RegionHandler:
 
     def _answer_granted(self, request: Request, granted: RegionGranted) -> None:
         region = granted.lease
-        # The client never learned this region's id, so it would hold its bytes unused until it expires.
+        # The client has not received this region's id, so it would hold its bytes unused until it expires.
         if not self._caller.connection.is_open:
             self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))
             return

@@ -16,7 +16,7 @@
     /gpulease/v1/compaction              empty; the node that rewrites it removes etcd's history before the last write
     /gpulease/v1/horizon                 seconds after which a silent node's claimed leases have ended, for all nodes
 
-A reader ignores fields that it does not know, so that nodes of two versions can form one fleet.
+A reader ignores unknown fields, so that nodes of two versions can form one fleet.
 """
 
 from dataclasses import asdict

@@ -2,7 +2,7 @@
 
 The fleet's deadlines and waits are correct only if the error of every clock's rate is at most rho. So up to 16 nodes
 each publish a reading in a slot: the revision of their last heartbeat, and a time on their clock before it and one
-after it. From its own heartbeats, every node also knows a time on its own clock before that revision and one after it.
+after it. From its own heartbeats, every node also has a time on its own clock before that revision and one after it.
 Two readings of a slot give an interval for the rate of the slot's clock relative to this node's. Late answers make the
 interval wider, but never wrong. A node compensates if the median interval is completely outside the tolerance.
 
@@ -103,7 +103,7 @@ class ClockRates:
         self._membership = membership
         self._clocks: dict[bytes, _Clock] = {}
         self._writes: dict[bytes, tuple[int, int]] = {}
-        """Each slot's mod revision, and the time since which this node knows it."""
+        """Each slot's mod revision, and the time at which this node first read it."""
         self._slot: bytes | None = None
         self._instance = membership.instance
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)

@@ -686,8 +686,8 @@ class Member:
             # for.
             base, due_ns = own_base, now_ns
         else:
-            # The generation is new, or the base is not above all epochs that this node knows, or this node has not read
-            # the base.
+            # The generation is new, or the base is not above all epochs that this node has read, or this node has not
+            # read the base.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
             is_low = epochs is not None and epochs.generation == self._identity.generation
             due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns

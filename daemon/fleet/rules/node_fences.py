@@ -1,11 +1,11 @@
 """Fences: a node that was silent for longer than a horizon is removed from the fleet, which frees its names.
 
 A node that claims a name of another node reads the other's record. From the dates of its own answers (`revision_dates`)
-it knows the minimum time for which the record has been unchanged. After T (1 + rho) on its clock, the claimed leases of
-the silent node have ended by their deadline.
+it can compute the minimum time for which the record has been unchanged. After T (1 + rho) on its clock, the claimed
+leases of the silent node have ended by their deadline.
 
 The fence then removes the record, if it is still at that revision, and writes a mark. From then on the silent node's
-heartbeats and claims fail, and every other node knows by the mark that memberships before it are over. A mark stays. A
+heartbeats and claims fail, and the mark shows every other node that memberships before it are over. A mark stays. A
 later membership has a higher revision.
 
 An operator or a node of an earlier version may remove a record without a mark. Then the last heartbeat is unknown, and
@@ -73,7 +73,7 @@ class NodeFences:
         if not records or records[0].create_revision != incarnation:
             over_ns = self._gone_since_ns(node_id, incarnation, records, now_ns) + membership.wait_ns
             return now_ns >= over_ns, max(now_ns, min(next_ns, over_ns))
-        # Case 3: the record exists. During an outage, this node can't know whether the other one is silent.
+        # Case 3: the record exists. During an outage, this node can't find out whether the other one is silent.
         if membership.member_since_ns is None:
             return False, next_ns
         # Fence the node when all of its leases must have ended, and after an outage only when others had time to

@@ -1,8 +1,8 @@
 """Dates of etcd's revisions on this node's clock, from which follows how long a record has been unchanged.
 
 Every write of the store increases the revision. So a record with a mod revision of at most an answer's revision was
-written before the answer came. A node keeps the dates of its answers, and so knows for every record the minimum time
-for which it has been unchanged.
+written before the answer came. A node keeps the dates of its answers, and so can compute for every record the minimum
+time for which it has been unchanged.
 """
 
 from typing import Final, NamedTuple

@@ -38,7 +38,7 @@ def test_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_ends_the_process(tmp_path: Path) -> None:
     make_cuda(tmp_path, "exit(3);")
-    assert ask() == CuInitResult(None, "it exited with status 3, and said nothing")
+    assert ask() == CuInitResult(None, "it exited with status 3, without output")
 
 
 def test_a_library_without_it(tmp_path: Path) -> None:

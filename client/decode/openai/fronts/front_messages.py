@@ -52,8 +52,9 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
         number: The request.
         body: The body.
         is_chat: Whether it is the body of a chat completion.
-        request_id: The request's id. model, is_stream: On a server with several models, these two members of the body,
-        which the front has parsed.
+        request_id: The request's id.
+        model: On a server with several models, the model that the body names; the front has parsed the body.
+        is_stream: On such a server, whether the body asks for a stream.
     """
 
     number: int
