@@ -498,7 +498,7 @@ CORE_ROWS: Final = (
     ("renewals_per_s", "renewals a second"),
     ("mixed_per_s", "grants and renewals a second, during frees"),
     ("grants_cpu_us", "a grant costs the broker's thread, us"),
-    ("renewals_cpu_us", "a renewal costs it, us"),
+    ("renewals_cpu_us", "a renewal costs the broker's thread, us"),
     ("mixed_cpu_us", "a grant or a renewal during frees, us"),
     ("expiry_late_p50_ms", "expiry after its deadline, ms, p50"),
     ("expiry_late_p99_ms", "expiry after its deadline, ms, p99"),

@@ -23,5 +23,5 @@ def ask_card(card_uuid: str, field: str) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise MissingPrerequisite(f"nvidia-smi does not say {field}: {error}") from None
+        raise MissingPrerequisite(f"nvidia-smi does not report {field}: {error}") from None
     return result.stdout.strip()

@@ -268,8 +268,8 @@ def check_config(config: ModelConfig, where: str) -> None:
         config.turned_width % 2 or not 2 <= config.turned_width < config.head_width
     ):
         raise ModelRejected(
-            f"{where}: partial_rotary_factor must turn an even number of the {config.head_width} values of a head, not"
-            f" {config.turned_width}"
+            f"{where}: partial_rotary_factor must rotate an even number of the {config.head_width} values of a head, "
+            f"not {config.turned_width}"
         )
     if config.windows and len(config.windows) != config.layers:
         raise ModelRejected(f"{where}: {len(config.windows)} windows must be as many as the {config.layers} layers")

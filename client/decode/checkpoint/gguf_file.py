@@ -77,7 +77,7 @@ class GgufFile:
         parts = GEMMA_LAYER if is_gemma else LAYER
         entries = {_canonical(name, parts): entry for name, entry in header.tensors.items()}
         if len(entries) < len(header.tensors):
-            raise ModelRejected(f"{path}: a layer's tensor is in it twice")
+            raise ModelRejected(f"{path}: a layer's tensor occurs twice")
         if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
             raise ModelRejected(f"{path}: tensor token_embd.weight must be there, and a matrix")
         # The metadata need not give the vocabulary's size, or whether the head is tied, but the tensors show both.

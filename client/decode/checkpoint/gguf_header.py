@@ -115,10 +115,10 @@ class _HeaderReader:
         # Step 2: metadata, then the tensors' entries. A duplicate would let two readers see different models.
         metadata = dict(self._pair() for _ in range(pairs))
         if len(metadata) < pairs:
-            raise ModelRejected(f"{self._path}: broken: a key is in its metadata twice")
+            raise ModelRejected(f"{self._path}: broken: a key occurs twice in its metadata")
         entries = dict(self._tensor() for _ in range(tensors))
         if len(entries) < tensors:
-            raise ModelRejected(f"{self._path}: broken: a tensor is in it twice")
+            raise ModelRejected(f"{self._path}: broken: a tensor occurs twice")
         # Step 3: the tensors' offsets, which count from the end of the header, rounded up to the alignment.
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step & (step - 1) or step > len(self._mapped):

@@ -183,9 +183,9 @@ def _windows(members: Members, kind: str, layers: int) -> tuple[int | None, ...]
     """Return each layer's window; () if none has one."""
     if kind == Family.LLAMA or not 1 <= layers <= MAX_LAYERS:
         return ()
-    # A Qwen has windows only if a flag says so: in the layers of a list or, without the list, in the layers from
-    # max_window_layers on. A Gemma has windows in the layers of such a list or, without it, in all layers except every
-    # sixth; the file may give another interval.
+    # A Qwen has windows only if `use_sliding_window` is true: in the layers of a list or, without the list, in the
+    # layers from max_window_layers on. A Gemma has windows in the layers of such a list or, without it, in all layers
+    # except every sixth; the file may give another interval.
     is_qwen = kind in (Family.QWEN2, Family.QWEN3)
     kinds = members.items("layer_types") if is_qwen or kind == GEMMA3_TEXT else []
     if kinds and (len(kinds) != layers or not all(isinstance(name, str) and name in LAYER_TYPES for name in kinds)):

@@ -59,7 +59,7 @@ def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
         inner = members.object("rope_parameters") or Members({}, members.where)
     if nested := [key for key, value in inner.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
         raise ModelRejected(
-            f"{inner.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
+            f"{inner.where}: {quoted(nested[0])} is an object; the engine rotates the heads of all layers alike"
         )
     inner = used_members(inner, PHI3_ROPE_KEYS if is_phi3 else ROPE_KEYS)
     theta = inner.number("rope_theta", members.number("rope_theta", DEFAULT_ROPE_THETA))
@@ -186,7 +186,7 @@ def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
     values = scaling.items(key)
     if len(values) != pairs:
         raise ModelRejected(
-            f"{scaling.where}: {key} must have {pairs} numbers, one for each turned pair of a head's values, not"
+            f"{scaling.where}: {key} must have {pairs} numbers, one for each rotated pair of a head's values, not"
             f" {len(values)}"
         )
     divisors = tuple(Members({key: value}, scaling.where).number(key) for value in values)

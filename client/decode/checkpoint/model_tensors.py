@@ -12,7 +12,7 @@ NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
 ROUTER: Final = "mlp.gate.weight"
-"""The name, within a layer, of the linear that rates its experts."""
+"""The name, within a layer, of the linear that scores its experts."""
 
 IGNORED: Final = "rotary_emb.inv_freq"
 """Suffix of tensors in old checkpoints, which transformers ignores and computes itself. It also ignores the weights of

@@ -74,7 +74,7 @@ class LayerWeights:
         down: The projection back to `width`; with experts, the projections of all experts, one after another.
         attention_outer_norm: [width], of the attention's output; None if the model has none.
         inner_outer_norm: [width], of the output of `down`; None if the model has none.
-        router: The linear that rates the layer's experts; None if the layer has no experts.
+        router: The linear that scores the layer's experts; None if the layer has no experts.
     """
 
     attention_norm: Plane

@@ -853,7 +853,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     headers, form = id_headers_of(request.scope, request_id_of(request)), error_form_of(request.scope)
     if status == 404:
         return refusal_of(ApiError(status, "not_found", f"{text}."), headers, form)
-    # The reply must list the allowed methods (RFC 9110, 15.5.6), which Starlette knows.
+    # The reply must list the allowed methods (RFC 9110, 15.5.6), which Starlette keeps.
     allowed = getattr(error, "headers", None) or {}
     return refusal_of(
         ApiError(status, "method_not_allowed", f"{text}; send {allowed.get('Allow', 'another method')}."),

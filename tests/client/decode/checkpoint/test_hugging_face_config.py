@@ -184,7 +184,7 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta must be above 1 for yarn, not 1.0"),
         (
             {"rope_scaling": {"type": "longrope"}},
-            "short_factor must have 16 numbers, one for each turned pair of .*, not 0",
+            "short_factor must have 16 numbers, one for each rotated pair of .*, not 0",
         ),
         ({"rope_scaling": LONG | {"long_factor": [1.0] * 15}}, "long_factor must have 16 numbers, .*, not 15"),
         ({"rope_scaling": LONG | {"long_factor": 2.0}}, "long_factor must be a list, not '2.0'"),
@@ -334,7 +334,7 @@ def test_a_phi_3_s_original_context_is_next_to_its_scaling() -> None:
         ({"rope_scaling": {"type": "su"}}, "short_factor must have 16 numbers"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0, and at most 1, not 1.5"),
-        ({"partial_rotary_factor": 0.1}, "must turn an even number of the 32 values of a head, not 3"),
+        ({"partial_rotary_factor": 0.1}, "must rotate an even number of the 32 values of a head, not 3"),
         ({"partial_rotary_factor": 0.5, "rope_scaling": PHI3_LONG}, "short_factor must have 8 numbers, .*, not 16"),
     ],
 )
