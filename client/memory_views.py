@@ -99,7 +99,7 @@ def _flat(view: memoryview) -> memoryview | None:
     try:
         return view.cast("B")
     except TypeError:
-        pass  # no bytes at all, or a format that struct does not know, such as complex numbers or records
+        pass  # no bytes at all, or a format that struct does not support, such as complex numbers or records
     # ctypes makes a view of any writable memory, whatever its format.
     if view.readonly or not view.nbytes:
         return None

@@ -248,7 +248,7 @@ class Connection:
         if op in EVENTS_OF and frame.request_id in self._subscriptions:
             # With two subscriptions of one number, events and LEASE_UNSUBSCRIBE would be ambiguous.
             raise BodyError(f"this connection already has a subscription {frame.request_id}")
-        # The worker that takes over the connection does not know the broker's subscriptions and open requests.
+        # The worker that takes over the connection has no record of the broker's subscriptions and open requests.
         if op in HANDING_OVER and self._subscriptions:
             raise BodyError(f"{op.name} is not allowed while the connection has subscriptions: end them first")
         if op in HANDING_OVER and self._in_flight:

@@ -355,7 +355,7 @@ SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
 )
 """Words and hint of a session's refusal, by the status on its control page.
 
-A session knows the status of its lease's end, but not the cause. DENIED is never on the page; it is for guests with an
+A session has the status of its lease's end, but not the cause. DENIED is never on the page; it is for guests with an
 expired token."""
 
 

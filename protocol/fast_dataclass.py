@@ -16,7 +16,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    # Type checkers know these two, and the effect of the first on a class.
+    # Type checkers support these two, and the effect of the first on a class.
     from dataclasses import dataclass as dataclass
     from dataclasses import replace as replace
 else:

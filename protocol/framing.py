@@ -110,7 +110,7 @@ def build_header(
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {payload_bytes}")
     if op >> 16:
-        raise LocalProtocolError(f"an operation of {op:#x}; it is a u16")
+        raise LocalProtocolError(f"the operation must be a u16, not {op:#x}")
     _check_header(flags, status, 0, LocalProtocolError)
     try:
         return _FAST.pack(head_of(op, flags), status, 0, payload_bytes, request_id, session_id.to_bytes(16, "big"))

@@ -50,10 +50,10 @@ class LeaseOption(Generic[Value, Default]):
         call: The builder's method and its arguments, such as "max_kernel_secs(seconds)"; "" for an option that the
             client sets by itself.
         effect: The method's effect, for a cell of the guide's table.
-        in_submits: Whether a submit's worker also obeys it; None for an option that no worker receives.
+        in_submits: Whether a submit's worker also applies it; None for an option that no worker receives.
         before: Its value for a row of the journal that does not contain it, perhaps because the daemon that wrote the
-            row did not know it. Rows also leave it out if it has this value. A `JournalRow` if every row contains it,
-            or none does.
+            row did not support it. Rows also leave it out if it has this value. A `JournalRow` if every row contains
+            it, or none does.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 
@@ -447,7 +447,7 @@ PARKABLE: Final = NumberOption(
 class WorkerOptions:
     """The options in a worker's description.
 
-    The worker obeys them, or the broker enforces them by observing the worker.
+    The worker applies them, or the broker enforces them by observing the worker.
 
     Attributes:
         max_kernel_ms: Longest run of one kernel; 0 for as long as the lease lasts.
@@ -497,7 +497,7 @@ def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any
 
 
 WORKER_OPTIONS: Final = _by_field(WorkerOptions)
-"""The options that a worker obeys, by their fields, in the order of their tags."""
+"""The options that a worker applies, by their fields, in the order of their tags."""
 
 KEPT_OPTIONS: Final = _by_field(LeaseOptions)
 """The options that a lease keeps, by their fields, in the order of their tags."""
@@ -521,9 +521,9 @@ def _mistakes() -> Iterator[str]:
         # An option is either stored in the lease or used only for the acquire.
         if kept_tags.count(option) != (option.before is not JournalRow.NEVER):
             yield f"{location} must be in one field of LeaseOptions, or have before=Row.NEVER"
-        # `in_submits` makes sense only for an option that a worker obeys.
+        # `in_submits` makes sense only for an option that a worker applies.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):
-            yield f"{location} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
+            yield f"{location} must say with in_submits whether a submit's worker applies it, if it is in WorkerOptions"
         # A bar would end the table's cell. If only one of `call` and `effect` were given, a cell would stay empty.
         if (
             not option.wire

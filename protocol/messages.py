@@ -409,8 +409,8 @@ class RegionEvent(Body):
 
     `lease_id` is the region's, `status` is the refusal's, `site` is the launch's index in its burst or graph, and
     `position` is the number that the client passed with the launch. `flipped_ns` and `seen_ns` are times on the host's
-    monotonic clock: when the broker changed the region's word, and when the session saw the change. `sequence` numbers
-    a subscription's events from 1, including those `lost`.
+    monotonic clock: when the broker changed the region's word, and when the session noticed the change. `sequence`
+    numbers a subscription's events from 1, including those `lost`.
     """
 
     lease_id: int = wire(U128)

@@ -170,7 +170,7 @@ class HelloOption(IntEnum):
 class SubmitOption(IntEnum):
     """The types of the options in GPU_SUBMIT's reply.
 
-    NUMBER: the submit's number in the lease's report, a u64. TYPED_VALUES, without a value: TYPED_VALUE is understood.
+    NUMBER: the submit's number in the lease's report, a u64. TYPED_VALUES, without a value: TYPED_VALUE is supported.
     """
 
     NUMBER = 32

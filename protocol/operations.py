@@ -273,7 +273,7 @@ _ALL: Final = (
         "only ever sent by the daemon, see [events](#events)",
         trigger=None,
     ),
-    # The reply waits for the teardown, so that an operator learns whether the bytes are free or fenced.
+    # The reply waits for the teardown, so that it says whether the bytes are free or fenced.
     _control(
         Opcode.LEASE_REVOKE,
         m.LeaseRevoke,
@@ -383,7 +383,7 @@ _ALL: Final = (
         m.Report,
         _NOTHING,
         Trait.NONE,
-        "returns the nodes and names of a [fleet](#fleets), as its directory sees them",
+        "returns the nodes and names of a [fleet](#fleets), in its directory's view",
     ),
     _control(
         Opcode.LEASE_PARK,

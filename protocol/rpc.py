@@ -23,8 +23,8 @@ Each side writes a status last and reads it first. On x86-64 stores become visib
 first: sending and receiving a byte orders memory on every machine.
 
 A caller may give its call a time limit. It writes the request's id (u64) and the time left (u32, milliseconds) before
-the request's status. They are in the last 12 bytes of the reply's region, which is unused before the reply. Another
-id there, or 0, means no limit, so a caller that knows nothing of this need not change.
+the request's status. They are in the last 12 bytes of the reply's region, which is unused before the reply. Another id
+there, or 0, means no limit, so a caller that does not support time limits need not change.
 
 Method 0, DESCRIBE, has no payload; its reply describes what is served. An ERROR's payload is a CallError. Every reader
 checks all of this, and the socket's first message, because the other side can write any byte at any time. Each reads a

@@ -50,7 +50,7 @@ class PromptIntake:
         """Prepare without starting a process.
 
         Args:
-            scheduler: Knows the tenants and their limits.
+            scheduler: Has the tenants and their limits.
             tokenizer: Returns the model's tokenizer.
             processes: Number of processes that read texts.
             report: Called with a report of each request that is refused here.

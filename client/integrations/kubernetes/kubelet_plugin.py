@@ -237,7 +237,7 @@ class KubeletPlugin:
             driver: The driver's name, a DNS subdomain.
             claims: Prepares and unprepares the claims that the kubelet names.
             health: Returns the health of all devices.
-            registry: The folder in which the kubelet looks for plugins' sockets.
+            registry: The folder in which the kubelet searches for plugins' sockets.
             folder: The folder for the socket of the DRA service.
             on_message: Called with messages for the log.
             instance: The uid of the driver's pod. It is part of the sockets' names, so that two drivers can run during
