@@ -198,7 +198,7 @@ class Member:
         self._highest_epoch = 0
         """The highest epoch from before a renewed generation in this node's records."""
         self._unsettled_ns: int | None = None
-        """Since when this node has known the present generation while it is not settled; None if it is settled."""
+        """Since when this node has had the present generation while it is not settled; None if it is settled."""
         self._is_settling = False
         self._joined_revision = 0
         """The revision of the last join that this node has read."""
@@ -727,7 +727,7 @@ class Member:
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
         """End the membership and all claimed leases. The node joins again after that, but not before `due_ns`."""
-        # The membership is over, and its record and what it knew of the store are void.
+        # The membership is over, so its record and its observations of the store are void.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
