@@ -278,7 +278,7 @@ def _check_is_store(path: Path, connection: sqlite3.Connection) -> None:
         raise StoreUnavailable(f"{path} is another program's database", _OTHER_FILE)
     # 0 means a new file. Refuse any other format, because a newer version may have written it.
     if version not in (0, FORMAT):
-        raise StoreUnavailable(f"{path} is a store of format {version}; this program knows {FORMAT}", _OTHER_FILE)
+        raise StoreUnavailable(f"{path} is a store of format {version}; this program supports {FORMAT}", _OTHER_FILE)
 
 
 def _load(connection: sqlite3.Connection, key: str) -> Entry | None:
