@@ -76,11 +76,7 @@ _F64_MAGNITUDE = (1 << 63) - 1
 _F64_NAN = 0x7FF80000_00000000
 
 
-@FAMILY.form("ex2.approx{.ftz}.f32", 2)
-@FAMILY.form("lg2.approx{.ftz}.f32", 2)
-@FAMILY.form("sin.approx{.ftz}.f32", 2)
-@FAMILY.form("cos.approx{.ftz}.f32", 2)
-@FAMILY.form("rsqrt.approx{.ftz}.f32", 2)
+@FAMILY.form("ex2|lg2|sin|cos|rsqrt.approx{.ftz}.f32", 2)
 @FAMILY.form("tanh.approx.f32", 2)
 def through_double(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute a function in double precision and round to nearest even."""
@@ -144,8 +140,7 @@ def inverse_root(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _F64, ir.select(is_plain, better, first))
 
 
-@FAMILY.form("rcp.approx.ftz.f64", 2)
-@FAMILY.form("rsqrt.approx.ftz.f64", 2)
+@FAMILY.form("rcp|rsqrt.approx.ftz.f64", 2)
 def gross(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute from the upper 32 bits only, and keep only those of the result (sections 9.7.3.14 and 9.7.3.17)."""
     ir = t.ir

@@ -65,13 +65,12 @@ def add_bf16(ir: IrWriter, left: Value, right: Value) -> Value:
     return ir.select(ir.compare("fcmp uno", total, total), constant("i16", _NAN), ir.cast("trunc", rounded, "i16"))
 
 
-# Cooperative groups write order, scope and space after the operation, Triton before it. ptxas accepts both.
-FAMILY = InstructionFamily("Atomic operations", "9.7.13")
-
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster")
+
+FAMILY = InstructionFamily("Atomic operations", "9.7.13", order=_ORDERS, scope=_SCOPES, space=_SPACES)
 
 _TYPES = {
     "add": ("u32", "s32", "u64", "f32", "f64"),
@@ -103,9 +102,9 @@ def _register(
     function: Callable[["ThreadTranslator", Instruction, Modifiers], None], suffix: str, **choices: tuple[str, ...]
 ) -> None:
     for opcode, arity, orders in (("atom", 3, _ORDERS), ("red", 2, _RED_ORDERS)):
+        # Cooperative groups write order, scope and space after the operation, Triton before it. ptxas accepts both.
         template = f"{opcode}{{.order}}{{.scope}}{{.space}}{suffix}"
-        choices = {"space": _SPACES, **choices}
-        FAMILY.form(template, arity, writes=opcode == "atom", order=orders, scope=_SCOPES, **choices)(function)
+        FAMILY.form(template, arity, writes=opcode == "atom", order=orders, **choices)(function)
 
 
 def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
@@ -151,9 +150,7 @@ for _rest, _vectors, _kinds in (
     _register(combine_vector, _rest, space=("global",), vec=_vectors, type=_kinds)
 
 
-@FAMILY.form(
-    "atom{.order}{.scope}{.space}.exch.type", 3, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b32", "b64")
-)
+@FAMILY.form("atom{.order}{.scope}{.space}.exch.type", 3, type=("b32", "b64"))
 def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store an operand, and return the old value."""
     scalar = m.scalar()
@@ -164,9 +161,7 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     )
 
 
-@FAMILY.form(
-    "atom{.order}{.scope}{.space}.cas.type", 4, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b16", "b32", "b64")
-)
+@FAMILY.form("atom{.order}{.scope}{.space}.cas.type", 4, type=("b16", "b32", "b64"))
 def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store the second operand if the old value equals the first, and return the old value."""
     scalar, ir = m.scalar(), t.ir

@@ -14,11 +14,11 @@ from gpulease.daemon.ptx.translate.phases import object_of, update_counts
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = InstructionFamily("Bulk copies", "9.7.9.25.4")
-
 _WORD = SCALARS["u32"]
 _COUNTED = "mbarrier::complete_tx::bytes"
 _HINT = "L2::cache_hint"
+
+FAMILY = InstructionFamily("Bulk copies", "9.7.9.25.4", counted=(_COUNTED,), policy=(_HINT,))
 
 # Addresses and sizes must be multiples of this number of bytes. A copy is made in steps of this size.
 _STEP = 16
@@ -36,17 +36,8 @@ _FAILED = {Access.LOAD: 1, Access.STORE: 2}
     writes=False,
     into=("shared::cluster", "shared::cta"),
     source=("global",),
-    counted=(_COUNTED,),
-    policy=(_HINT,),
 )
-@FAMILY.form(
-    "cp.async.bulk.into.source.counted",
-    4,
-    writes=False,
-    into=("shared::cluster",),
-    source=("shared::cta",),
-    counted=(_COUNTED,),
-)
+@FAMILY.form("cp.async.bulk.into.source.counted", 4, writes=False, into=("shared::cluster",), source=("shared::cta",))
 def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Copy to shared memory, and report the bytes as arrived to an mbarrier."""
     spaces = [Space(m[name].split("::")[0]) for name in ("into", "source")]
@@ -56,7 +47,7 @@ def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     update_counts(t, place, added_bytes=t.ir.binary("sub", constant("i64", 0), size))
 
 
-@FAMILY.form("cp.async.bulk.global.shared::cta.bulk_group{.policy}", (3, 4), writes=False, policy=(_HINT,))
+@FAMILY.form("cp.async.bulk.global.shared::cta.bulk_group{.policy}", (3, 4), writes=False)
 def copy_grouped(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Copy from shared to global memory, as part of a bulk group."""
     _copy(t, i, [Space.GLOBAL, Space.SHARED], m, 3)
@@ -70,7 +61,7 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         raise t.problem("the number of groups must be a constant")
 
 
-@FAMILY.form("cp.async.bulk.prefetch.L2.global{.policy}", (2, 3), writes=False, policy=(_HINT,))
+@FAMILY.form("cp.async.bulk.prefetch.L2.global{.policy}", (2, 3), writes=False)
 def prefetch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Check the operands, and do nothing else, because a prefetch only affects caches."""
     address_in(t, i.operands[0], Space.GLOBAL)

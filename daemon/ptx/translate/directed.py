@@ -11,9 +11,9 @@ from gpulease.daemon.ptx.translate.floating import read_float, write_float
 from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, ir_type
 
-FAMILY = InstructionFamily("Floating point, rounded otherwise", "9.7.3")
-
 _ROUND = ("rz", "rm", "rp")
+
+FAMILY = InstructionFamily("Floating point, rounded otherwise", "9.7.3", round=_ROUND)
 
 # The numbers of the modes in LLVM's llvm.set.rounding.
 _NUMBERS = {"rz": 0, "rp": 2, "rm": 3}
@@ -31,22 +31,13 @@ _OPERATIONS = {
 }
 
 
-@FAMILY.form("add.round{.ftz}{.sat}.f32", 3, round=_ROUND)
-@FAMILY.form("sub.round{.ftz}{.sat}.f32", 3, round=_ROUND)
-@FAMILY.form("mul.round{.ftz}{.sat}.f32", 3, round=_ROUND)
-@FAMILY.form("div.round{.ftz}.f32", 3, round=_ROUND)
-@FAMILY.form("fma.round{.ftz}{.sat}.f32", 4, round=_ROUND)
-@FAMILY.form("mad.round{.ftz}{.sat}.f32", 4, round=_ROUND)
-@FAMILY.form("sqrt.round{.ftz}.f32", 2, round=_ROUND)
-@FAMILY.form("rcp.round{.ftz}.f32", 2, round=_ROUND)
-@FAMILY.form("add.round.f64", 3, round=_ROUND)
-@FAMILY.form("sub.round.f64", 3, round=_ROUND)
-@FAMILY.form("mul.round.f64", 3, round=_ROUND)
-@FAMILY.form("div.round.f64", 3, round=_ROUND)
-@FAMILY.form("fma.round.f64", 4, round=_ROUND)
-@FAMILY.form("mad.round.f64", 4, round=_ROUND)
-@FAMILY.form("sqrt.round.f64", 2, round=_ROUND)
-@FAMILY.form("rcp.round.f64", 2, round=_ROUND)
+@FAMILY.form("add|sub|mul.round{.ftz}{.sat}.f32", 3)
+@FAMILY.form("div.round{.ftz}.f32", 3)
+@FAMILY.form("fma|mad.round{.ftz}{.sat}.f32", 4)
+@FAMILY.form("sqrt|rcp.round{.ftz}.f32", 2)
+@FAMILY.form("add|sub|mul|div.round.f64", 3)
+@FAMILY.form("fma|mad.round.f64", 4)
+@FAMILY.form("sqrt|rcp.round.f64", 2)
 def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute with one rounding in the given mode."""
     scalar = next(SCALARS[modifier] for modifier in i.modifiers if modifier in SCALARS)

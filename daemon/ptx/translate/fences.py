@@ -12,12 +12,12 @@ from gpulease.daemon.ptx.translate.ir import constant
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = InstructionFamily("Fences and hints", "9.7.9, 9.7.13, 9.7.19")
-
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _EVICTIONS = ("L2::evict_last", "L2::evict_normal")
 _POLICIES = ("L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged")
 _SECOND_POLICIES = ("L2::evict_first", "L2::evict_unchanged")
+
+FAMILY = InstructionFamily("Fences and hints", "9.7.9, 9.7.13, 9.7.19", way=_POLICIES, other=_SECOND_POLICIES)
 
 
 @FAMILY.form("membar.level", 0, writes=False, level=("cta", "gl", "sys"))
@@ -47,9 +47,9 @@ def discard(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     hint(t, i, m)
 
 
-@FAMILY.form("createpolicy.fractional.way{.other}.b64", (1, 2), way=_POLICIES, other=_SECOND_POLICIES)
+@FAMILY.form("createpolicy.fractional.way{.other}.b64", (1, 2))
 @FAMILY.form("createpolicy.cvt.L2.b64", 2)
-@FAMILY.form("createpolicy.range{.global}.way{.other}.b64", 4, way=_POLICIES, other=_SECOND_POLICIES)
+@FAMILY.form("createpolicy.range{.global}.way{.other}.b64", 4)
 def policy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Write an arbitrary number, because a policy only affects caches."""
     t.write(i.operands[0], SCALARS["b64"], constant("i64", 0))

@@ -25,9 +25,7 @@ _INFINITY = 0x7F800000
 _OPERATIONS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv"}
 
 
-@FAMILY.form("add{.rn}{.ftz}{.sat}.f32", 3)
-@FAMILY.form("sub{.rn}{.ftz}{.sat}.f32", 3)
-@FAMILY.form("mul{.rn}{.ftz}{.sat}.f32", 3)
+@FAMILY.form("add|sub|mul{.rn}{.ftz}{.sat}.f32", 3)
 @FAMILY.form("div.rn{.ftz}.f32", 3)
 def binary_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute in f32 with one rounding to nearest even."""
@@ -35,9 +33,7 @@ def binary_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     write_float(t, i, _F32, m, t.ir.binary(_OPERATIONS[i.opcode], left, right))
 
 
-@FAMILY.form("add{.rn}.f64", 3)
-@FAMILY.form("sub{.rn}.f64", 3)
-@FAMILY.form("mul{.rn}.f64", 3)
+@FAMILY.form("add|sub|mul{.rn}.f64", 3)
 @FAMILY.form("div.rn.f64", 3)
 def binary_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute in f64 with one rounding to nearest even."""
@@ -45,10 +41,8 @@ def binary_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     write_float(t, i, _F64, m, t.ir.binary(_OPERATIONS[i.opcode], left, right))
 
 
-@FAMILY.form("fma.rn{.ftz}{.sat}.f32", 4)
-@FAMILY.form("mad.rn{.ftz}{.sat}.f32", 4)
-@FAMILY.form("fma.rn.f64", 4)
-@FAMILY.form("mad.rn.f64", 4)
+@FAMILY.form("fma|mad.rn{.ftz}{.sat}.f32", 4)
+@FAMILY.form("fma|mad.rn.f64", 4)
 def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute product and sum with one rounding. `mad` is the same since sm_20."""
     scalar = _last_scalar(i)
@@ -72,10 +66,8 @@ def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     write_float(t, i, scalar, m, t.ir.binary("fdiv", one, read_float(t, i, 1, scalar, m)))
 
 
-@FAMILY.form("neg{.ftz}.f32", 2)
-@FAMILY.form("neg.f64", 2)
-@FAMILY.form("abs{.ftz}.f32", 2)
-@FAMILY.form("abs.f64", 2)
+@FAMILY.form("neg|abs{.ftz}.f32", 2)
+@FAMILY.form("neg|abs.f64", 2)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Flip or clear the sign bit.
 
@@ -92,10 +84,8 @@ def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.select(is_nan, nan, result))
 
 
-@FAMILY.form("min{.ftz}.f32", 3)
-@FAMILY.form("max{.ftz}.f32", 3)
-@FAMILY.form("min.f64", 3)
-@FAMILY.form("max.f64", 3)
+@FAMILY.form("min|max{.ftz}.f32", 3)
+@FAMILY.form("min|max.f64", 3)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Return the smaller or larger operand (sections 9.7.3.11 and 9.7.3.12).
 

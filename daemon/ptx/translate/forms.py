@@ -1,8 +1,9 @@
 """Finds the function that translates an instruction, by the instruction's opcode and modifiers.
 
 The template of a form is written like the syntax in the PTX ISA: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`. A name
-with choices, such as `cmp` or `type`, represents one of its choices; any other name represents itself. An instruction
-that matches no form is refused, because an unknown modifier may change the result.
+with choices, such as `cmp` or `type`, represents one of its choices; any other name represents itself. Opcodes with the
+same modifiers share a template: `add|sub.type`. An instruction that matches no form is refused, because an unknown
+modifier may change the result.
 
 ptxas accepts most modifiers in any order, and compilers use this: CUB writes `vote.ballot.sync.b32`. Forms also accept
 any order, except for modifiers with a meaning that depends on the position. These are types, layouts and spaces
@@ -124,26 +125,42 @@ def _ordered_modifiers(modifiers: Sequence[str]) -> list[list[str]]:
 
 
 class InstructionFamily:
-    """The instructions that one section of the PTX ISA describes together."""
+    """The instructions that one section of the PTX ISA describes together.
 
-    def __init__(self, title: str, section: str) -> None:
+    Args:
+        title: The heading in the list of supported instructions.
+        section: The section of the ISA.
+        choices: Choices by name, for names that mean the same in all forms; a form may give a name other choices.
+    """
+
+    def __init__(self, title: str, section: str, **choices: Sequence[str]) -> None:
         self.title = title
         self.section = section
         self.forms: list[Form] = []
+        self._choices = choices
 
     def form(
         self, template: str, arity: int | tuple[int, ...], *, writes: bool = True, **choices: Sequence[str]
     ) -> Callable[[Translate], Translate]:
-        """Return a decorator that registers a function as a form's translation. `choices` has the choices by name."""
+        """Return a decorator that registers a function as a form's translation.
+
+        Args:
+            template: See the description of this module.
+            arity: The permitted numbers of operands.
+            writes: Whether the first operand is the destination.
+            choices: Choices by name, in addition to the family's.
+        """
+        choices = self._choices | choices
+        opcodes = re.split(r"[.{]", template, maxsplit=1)[0]
+        modifiers = template[len(opcodes) :]
+        slots = tuple(
+            (name, tuple(choices.get(name, (name,))), bool(brace)) for brace, name in _SLOT.findall(modifiers)
+        )
+        counts = (arity,) if isinstance(arity, int) else arity
 
         def register(translate: Translate) -> Translate:
-            opcode = re.split(r"[.{]", template, maxsplit=1)[0]
-            slots = tuple(
-                (name, tuple(choices.get(name, (name,))), bool(brace))
-                for brace, name in _SLOT.findall(template[len(opcode) :])
-            )
-            counts = (arity,) if isinstance(arity, int) else arity
-            self.forms.append(Form(template, opcode, slots, counts, writes, translate))
+            for opcode in opcodes.split("|"):
+                self.forms.append(Form(opcode + modifiers, opcode, slots, counts, writes, translate))
             return translate
 
         return register

@@ -33,12 +33,8 @@ _ALL = _F16 + _BF16
 Lane = Callable[..., Value]
 
 
-@FAMILY.form("add{.rn}{.ftz}{.sat}.type", 3, type=_F16)
-@FAMILY.form("sub{.rn}{.ftz}{.sat}.type", 3, type=_F16)
-@FAMILY.form("mul{.rn}{.ftz}{.sat}.type", 3, type=_F16)
-@FAMILY.form("add{.rn}.type", 3, type=_BF16)
-@FAMILY.form("sub{.rn}.type", 3, type=_BF16)
-@FAMILY.form("mul{.rn}.type", 3, type=_BF16)
+@FAMILY.form("add|sub|mul{.rn}{.ftz}{.sat}.type", 3, type=_F16)
+@FAMILY.form("add|sub|mul{.rn}.type", 3, type=_BF16)
 def binary(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     def calculate(left: Value, right: Value) -> Value:
         # The product of two such numbers is exact as a double, but a sum may not be.
@@ -72,10 +68,8 @@ def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     each_lane(t, i, m, 1, rounded(t, m, lambda value: function_of(t, i.opcode, value)))
 
 
-@FAMILY.form("neg{.ftz}.type", 2, type=_F16)
-@FAMILY.form("abs{.ftz}.type", 2, type=_F16)
-@FAMILY.form("neg.type", 2, type=_BF16)
-@FAMILY.form("abs.type", 2, type=_BF16)
+@FAMILY.form("neg|abs{.ftz}.type", 2, type=_F16)
+@FAMILY.form("neg|abs.type", 2, type=_BF16)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Flip or clear the sign bit. The ISA does not define this for NaN; as on an H100, the result is 0x7fff."""
 
@@ -89,14 +83,10 @@ def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     each_lane(t, i, m, 1, lane)
 
 
-@FAMILY.form("min{.ftz}{.NaN}.type", 3, type=_F16)
-@FAMILY.form("min{.NaN}.type", 3, type=_BF16)
-@FAMILY.form("min{.ftz}{.NaN}.xorsign.abs.type", 3, type=_F16)
-@FAMILY.form("min{.NaN}.xorsign.abs.type", 3, type=_BF16)
-@FAMILY.form("max{.ftz}{.NaN}.type", 3, type=_F16)
-@FAMILY.form("max{.NaN}.type", 3, type=_BF16)
-@FAMILY.form("max{.ftz}{.NaN}.xorsign.abs.type", 3, type=_F16)
-@FAMILY.form("max{.NaN}.xorsign.abs.type", 3, type=_BF16)
+@FAMILY.form("min|max{.ftz}{.NaN}.type", 3, type=_F16)
+@FAMILY.form("min|max{.NaN}.type", 3, type=_BF16)
+@FAMILY.form("min|max{.ftz}{.NaN}.xorsign.abs.type", 3, type=_F16)
+@FAMILY.form("min|max{.NaN}.xorsign.abs.type", 3, type=_BF16)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Return the smaller or larger operand.
 

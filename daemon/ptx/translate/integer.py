@@ -23,15 +23,13 @@ def _wider(scalar: Scalar) -> Scalar:
     return SCALARS[f"{scalar.kind.value}{2 * scalar.bits}"]
 
 
-@INTEGER.form("add.type", 3, type=INTEGERS)
-@INTEGER.form("sub.type", 3, type=INTEGERS)
+@INTEGER.form("add|sub.type", 3, type=INTEGERS)
 def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     t.write(i.operands[0], scalar, t.ir.binary(i.opcode, *_pair(t, i, scalar)))
 
 
-@INTEGER.form("add.sat.s32", 3)
-@INTEGER.form("sub.sat.s32", 3)
+@INTEGER.form("add|sub.sat.s32", 3)
 def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Clamp the result to the smallest or largest number, instead of wrapping."""
     scalar = SCALARS["s32"]
@@ -69,8 +67,7 @@ def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], wide, result)
 
 
-@INTEGER.form("div.type", 3, type=INTEGERS)
-@INTEGER.form("rem.type", 3, type=INTEGERS)
+@INTEGER.form("div|rem.type", 3, type=INTEGERS)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Compute a quotient or remainder.
 
@@ -95,8 +92,7 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, result)
 
 
-@INTEGER.form("min.type", 3, type=INTEGERS)
-@INTEGER.form("max.type", 3, type=INTEGERS)
+@INTEGER.form("min|max.type", 3, type=INTEGERS)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
@@ -123,8 +119,7 @@ def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.intrinsic(name, value.type, value, constant("i1", 0)))
 
 
-@INTEGER.form("popc.type", 2, type=_BIT_WORDS)
-@INTEGER.form("clz.type", 2, type=_BIT_WORDS)
+@INTEGER.form("popc|clz.type", 2, type=_BIT_WORDS)
 def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`popc` counts ones. `clz` counts leading zeros; for 0, these are all bits."""
     scalar = m.scalar()
@@ -250,10 +245,8 @@ CARRY = InstructionFamily("Arithmetic with carry", "9.7.2")
 _CARRYING = ("u32", "s32", "u64", "s64")
 
 
-@CARRY.form("add.cc.type", 3, type=_CARRYING)
-@CARRY.form("addc{.cc}.type", 3, type=_CARRYING)
-@CARRY.form("sub.cc.type", 3, type=_CARRYING)
-@CARRY.form("subc{.cc}.type", 3, type=_CARRYING)
+@CARRY.form("add|sub.cc.type", 3, type=_CARRYING)
+@CARRY.form("addc|subc{.cc}.type", 3, type=_CARRYING)
 def add_sub_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Add or subtract with carry. With .cc, set the flag if there is a carry or borrow."""
     scalar = m.scalar()

@@ -15,8 +15,6 @@ from gpulease.daemon.ptx.translate.forms import FLOATS, InstructionFamily, Modif
 from gpulease.daemon.ptx.translate.ir import Value
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = InstructionFamily("Loads and stores", "9.7.9")
-
 # A cluster always has one block, so its shared memory is the block's.
 _SHARED = ("shared", "shared::cta", "shared::cluster")
 _SPACES = ("global", "const", *_SHARED, "local", "param", "param::entry", "param::func")
@@ -33,41 +31,26 @@ _EVICTIONS += ("L1::no_allocate",)
 _POLICIES = ("L2::cache_hint",)
 _PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
 
+FAMILY = InstructionFamily(
+    "Loads and stores",
+    "9.7.9",
+    scope=_SCOPES,
+    evict=_EVICTIONS,
+    policy=_POLICIES,
+    prefetch=_PREFETCHES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
 
-@FAMILY.form(
-    "ld{.weak}{.space}{.hint}{.evict}{.policy}{.prefetch}{.vec}.type",
-    (2, 3),
-    space=_SPACES,
-    hint=_LOAD_HINTS,
-    evict=_EVICTIONS,
-    policy=_POLICIES,
-    prefetch=_PREFETCHES,
-    vec=_VECTORS,
-    type=_TYPES,
-)
-@FAMILY.form(
-    "ld.space{.hint}.nc{.evict}{.policy}{.prefetch}{.vec}.type",
-    (2, 3),
-    space=("global",),
-    hint=_LOAD_HINTS,
-    evict=_EVICTIONS,
-    policy=_POLICIES,
-    prefetch=_PREFETCHES,
-    vec=_VECTORS,
-    type=_TYPES,
-)
-@FAMILY.form("ld.volatile{.space}{.vec}.type", 2, space=_SPACES, vec=_VECTORS, type=_TYPES)
+
+@FAMILY.form("ld{.weak}{.space}{.hint}{.evict}{.policy}{.prefetch}{.vec}.type", (2, 3), space=_SPACES, hint=_LOAD_HINTS)
+@FAMILY.form("ld.space{.hint}.nc{.evict}{.policy}{.prefetch}{.vec}.type", (2, 3), space=("global",), hint=_LOAD_HINTS)
+@FAMILY.form("ld.volatile{.space}{.vec}.type", 2, space=_SPACES)
 @FAMILY.form(
     "ld.order.scope{.space}{.evict}{.policy}{.prefetch}{.vec}.type",
     (2, 3),
     order=("relaxed", "acquire"),
-    scope=_SCOPES,
     space=("global", *_SHARED),
-    evict=_EVICTIONS,
-    policy=_POLICIES,
-    prefetch=_PREFETCHES,
-    vec=_VECTORS,
-    type=_TYPES,
 )
 def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Load. If a register is wider than the type, the value is extended."""
@@ -92,23 +75,14 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     writes=False,
     space=_STORE_SPACES,
     hint=_STORE_HINTS,
-    evict=_EVICTIONS,
-    policy=_POLICIES,
-    vec=_VECTORS,
-    type=_TYPES,
 )
-@FAMILY.form("st.volatile{.space}{.vec}.type", 2, writes=False, space=_STORE_SPACES, vec=_VECTORS, type=_TYPES)
+@FAMILY.form("st.volatile{.space}{.vec}.type", 2, writes=False, space=_STORE_SPACES)
 @FAMILY.form(
     "st.order.scope{.space}{.evict}{.policy}{.vec}.type",
     (2, 3),
     writes=False,
     order=("relaxed", "release"),
-    scope=_SCOPES,
     space=("global", *_SHARED),
-    evict=_EVICTIONS,
-    policy=_POLICIES,
-    vec=_VECTORS,
-    type=_TYPES,
 )
 def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Store. If a register is wider than the type, its low bits are stored."""

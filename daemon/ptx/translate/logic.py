@@ -12,9 +12,7 @@ _AMOUNT = SCALARS["u32"]
 _WORD = SCALARS["b32"]
 
 
-@FAMILY.form("and.type", 3, type=_LOGIC)
-@FAMILY.form("or.type", 3, type=_LOGIC)
-@FAMILY.form("xor.type", 3, type=_LOGIC)
+@FAMILY.form("and|or|xor.type", 3, type=_LOGIC)
 def bitwise(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))

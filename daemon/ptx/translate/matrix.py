@@ -23,8 +23,6 @@ from gpulease.protocol.fast_dataclass import dataclass
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = InstructionFamily("Matrices", "9.7.15.5")
-
 _WORD = SCALARS["b32"]
 _DOUBLE = SCALARS["b64"]
 _HALVES = ("m16n8k8", "m16n8k16")
@@ -42,6 +40,8 @@ _RESULTS_AT = 32
 ROW_BYTES = 16
 _COUNTS = ("x1", "x2", "x4")
 _SPACES = ("shared", "shared::cta")
+
+FAMILY = InstructionFamily("Matrices", "9.7.15.5", count=_COUNTS, space=_SPACES)
 
 
 def _shape(i: Instruction) -> str:
@@ -221,7 +221,7 @@ def registers_of(t: "ThreadTranslator", operand: Operand, count: int) -> tuple[O
     return elements
 
 
-@FAMILY.form("ldmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, count=_COUNTS, space=_SPACES)
+@FAMILY.form("ldmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2)
 def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Load 8 x 8 matrices. Lanes 8n to 8n + 7 have the addresses of the rows of matrix n (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])
@@ -243,7 +243,7 @@ def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         t.write(register, _WORD, word)
 
 
-@FAMILY.form("stmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, writes=False, count=_COUNTS, space=_SPACES)
+@FAMILY.form("stmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, writes=False)
 def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store 8 x 8 matrices. Lane 8n + r stores row r of matrix n (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])

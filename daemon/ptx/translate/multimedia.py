@@ -60,10 +60,8 @@ def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, result)
 
 
-@FAMILY.form("min.s32.relu", 3)
-@FAMILY.form("min.relu.s32", 3)
-@FAMILY.form("max.relu.s32", 3)
-@FAMILY.form("max.s32.relu", 3)
+@FAMILY.form("min|max.s32.relu", 3)
+@FAMILY.form("min|max.relu.s32", 3)
 def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Return the smaller or larger operand, or 0 if that is negative."""
     left, right = (t.read(i.operands[n], SCALARS["s32"]) for n in (1, 2))
@@ -71,13 +69,9 @@ def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _WORD, t.ir.intrinsic("llvm.smax.i32", "i32", result, constant("i32", 0)))
 
 
-@FAMILY.form("add.type", 3, type=_PAIRS)
-@FAMILY.form("min.type", 3, type=_PAIRS)
-@FAMILY.form("max.type", 3, type=_PAIRS)
-@FAMILY.form("min.s16x2.relu", 3)
-@FAMILY.form("min.relu.s16x2", 3)
-@FAMILY.form("max.relu.s16x2", 3)
-@FAMILY.form("max.s16x2.relu", 3)
+@FAMILY.form("add|min|max.type", 3, type=_PAIRS)
+@FAMILY.form("min|max.s16x2.relu", 3)
+@FAMILY.form("min|max.relu.s16x2", 3)
 def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Add, or return the smaller or larger operand, separately for each half of packed 16-bit integers."""
     ir = t.ir

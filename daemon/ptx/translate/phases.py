@@ -18,8 +18,6 @@ from gpulease.daemon.ptx.translate.wait_points import let_others_run
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = InstructionFamily("Barriers in memory", "9.7.13.15")
-
 _OBJECT = SCALARS["b64"]
 _COUNT = SCALARS["u32"]
 _OBJECT_BYTES = 8
@@ -31,6 +29,10 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 _SPACES = ("shared", "shared::cta", "shared::cluster")
 _SCOPES = ("cta", "cluster")
+
+FAMILY = InstructionFamily(
+    "Barriers in memory", "9.7.13.15", scope=_SCOPES, space=_SPACES, order=("release", "relaxed")
+)
 
 # Counts `come` arrivals, expects `dropped` arrivals fewer in later phases, and adds `bytes` to the pending bytes.
 # Returns the object before the change.
@@ -65,21 +67,21 @@ define internal i64 @{_ARRIVE}(ptr %at, i64 %come, i64 %dropped, i64 %bytes) noi
 """
 
 
-@FAMILY.form("mbarrier.init{.space}.b64", 2, writes=False, space=_SPACES)
+@FAMILY.form("mbarrier.init{.space}.b64", 2, writes=False)
 def initialise(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Initialise an object that expects the given number of arrivals in each phase."""
     place, count = _object(t, i.operands[0], m), _count(t, i.operands[1])
     t.ir.store(t.ir.binary("or", t.ir.binary("shl", count, _COUNT_BITS), count), place)
 
 
-@FAMILY.form("mbarrier.inval{.space}.b64", 1, writes=False, space=_SPACES)
+@FAMILY.form("mbarrier.inval{.space}.b64", 1, writes=False)
 def invalidate(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Set the object to zero. Its memory may then be used for something else."""
     t.ir.store(constant("i64", 0), _object(t, i.operands[0], m))
 
 
-@FAMILY.form("mbarrier.expect_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False, scope=_SCOPES, space=_SPACES)
-@FAMILY.form("mbarrier.complete_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False, scope=_SCOPES, space=_SPACES)
+@FAMILY.form("mbarrier.expect_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False)
+@FAMILY.form("mbarrier.complete_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False)
 def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Add to the pending bytes (`expect_tx`), or count bytes as arrived (`complete_tx`)."""
     change = t.ir.cast("sext", t.read(i.operands[1], _COUNT), "i64")
@@ -88,20 +90,8 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     update_counts(t, _object(t, i.operands[0], m), added_bytes=change)
 
 
-@FAMILY.form(
-    "mbarrier.arrive{.noComplete}{.order}{.scope}{.space}.b64",
-    (1, 2, 3),
-    order=("release", "relaxed"),
-    scope=_SCOPES,
-    space=_SPACES,
-)
-@FAMILY.form(
-    "mbarrier.arrive_drop{.noComplete}{.order}{.scope}{.space}.b64",
-    (1, 2, 3),
-    order=("release", "relaxed"),
-    scope=_SCOPES,
-    space=_SPACES,
-)
+@FAMILY.form("mbarrier.arrive{.noComplete}{.order}{.scope}{.space}.b64", (1, 2, 3))
+@FAMILY.form("mbarrier.arrive_drop{.noComplete}{.order}{.scope}{.space}.b64", (1, 2, 3))
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Count one or several arrivals. `arrive_drop` also expects fewer arrivals in later phases."""
     into, place, operands = _split(t, i)
@@ -111,14 +101,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         t.write(into, _OBJECT, state)
 
 
-@FAMILY.form(
-    "mbarrier.way.expect_tx{.order}{.scope}{.space}.b64",
-    (2, 3),
-    way=("arrive", "arrive_drop"),
-    order=("release", "relaxed"),
-    scope=_SCOPES,
-    space=_SPACES,
-)
+@FAMILY.form("mbarrier.way.expect_tx{.order}{.scope}{.space}.b64", (2, 3), way=("arrive", "arrive_drop"))
 def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Add to the pending bytes and count one arrival, in one step."""
     into, place, operands = _split(t, i)
@@ -143,8 +126,6 @@ def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     (3, 4),
     way=("test_wait", "try_wait"),
     order=("acquire", "relaxed"),
-    scope=_SCOPES,
-    space=_SPACES,
 )
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Test whether the phase with a state or a parity is complete. If it is not, let other threads run."""

@@ -128,10 +128,8 @@ def logical_not(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.cast("zext", is_zero, f"i{scalar.bits}"))
 
 
-@FAMILY.form("min{.ftz}.NaN.f32", 3)
-@FAMILY.form("max{.ftz}.NaN.f32", 3)
-@FAMILY.form("min{.ftz}{.NaN}.xorsign.abs.f32", 3)
-@FAMILY.form("max{.ftz}{.NaN}.xorsign.abs.f32", 3)
+@FAMILY.form("min|max{.ftz}.NaN.f32", 3)
+@FAMILY.form("min|max{.ftz}{.NaN}.xorsign.abs.f32", 3)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Return the smaller or larger operand, with .NaN or .xorsign.abs (see half.minimum_maximum)."""
     operands = [t.to_bits(read_float(t, i, n, _F32, m), _F32) for n in (1, 2)]

@@ -28,11 +28,11 @@ from gpulease.daemon.ptx.translate.wait_points import lane, meet, own_room
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = InstructionFamily("Warp-wide matrices", "9.7.15.4")
-
 _SHAPES = ("m16n16k16", "m32n8k16", "m8n32k16")
 _BYTES = ("s8", "u8")
 _ACCUMULATED = ("f16", "f32")
+
+FAMILY = InstructionFamily("Warp-wide matrices", "9.7.15.4", shape=_SHAPES, left=("row", "col"), right=("row", "col"))
 
 # A fragment of A or B with .f16 has this many registers, for all shapes.
 _HALF_REGISTERS = 8
@@ -108,15 +108,7 @@ def _pass(
     fail_unless(t, valid, Access.STORE if values else Access.LOAD, space, bad, passage.size)
 
 
-@FAMILY.form(
-    "wmma.mma.sync.aligned.left.right.shape.d.c",
-    4,
-    left=("row", "col"),
-    right=("row", "col"),
-    shape=_SHAPES,
-    d=_ACCUMULATED,
-    c=_ACCUMULATED,
-)
+@FAMILY.form("wmma.mma.sync.aligned.left.right.shape.d.c", 4, d=_ACCUMULATED, c=_ACCUMULATED)
 def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Compute D = AB + C for .f16. The registers of A and B that are copies of others are ignored."""
     tiles = tiles_of(m["shape"], "f16")
@@ -125,44 +117,20 @@ def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     multiply(t, (i.operands[0], left, right, i.operands[3]), of_floats(tiles, ("f16", "f16"), m["d"], m["c"]))
 
 
-@FAMILY.form(
-    "wmma.mma.sync.aligned.left.right.shape.f32.a.bf16.f32",
-    4,
-    left=("row", "col"),
-    right=("row", "col"),
-    shape=_SHAPES,
-    a=("bf16",),
-)
-@FAMILY.form(
-    "wmma.mma.sync.aligned.left.right.shape.f32.a.tf32.f32",
-    4,
-    left=("row", "col"),
-    right=("row", "col"),
-    shape=("m16n16k8",),
-    a=("tf32",),
-)
+@FAMILY.form("wmma.mma.sync.aligned.left.right.shape.f32.a.bf16.f32", 4, a=("bf16",))
+@FAMILY.form("wmma.mma.sync.aligned.left.right.shape.f32.a.tf32.f32", 4, shape=("m16n16k8",), a=("tf32",))
 def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Compute D = AB + C for .bf16 or .tf32, with sums in f32."""
     multiply(t, i.operands, of_floats(tiles_of(m["shape"], m["a"]), (m["a"], m["a"]), "f32", "f32"))
 
 
-@FAMILY.form(
-    "wmma.mma.sync.aligned.left.right.shape.s32.a.b.s32{.satfinite}",
-    4,
-    left=("row", "col"),
-    right=("row", "col"),
-    shape=_SHAPES,
-    a=_BYTES,
-    b=_BYTES,
-)
+@FAMILY.form("wmma.mma.sync.aligned.left.right.shape.s32.a.b.s32{.satfinite}", 4, a=_BYTES, b=_BYTES)
 def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Compute D = AB + C for bytes. Sums wrap or, with .satfinite, saturate."""
     multiply(t, i.operands, of_bytes(tiles_of(m["shape"], m["a"]), m))
 
 
-@FAMILY.form(
-    "wmma.mma.sync.aligned.left.right.m8n8k4.f64.f64.f64.f64{.rn}", 4, left=("row", "col"), right=("row", "col")
-)
+@FAMILY.form("wmma.mma.sync.aligned.left.right.m8n8k4.f64.f64.f64.f64{.rn}", 4)
 def multiply_doubles(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Compute D = AB + C for f64, by fused multiplications and additions."""
     multiply(t, i.operands, of_doubles(tiles_of("m8n8k4", "f64")))

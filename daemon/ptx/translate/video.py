@@ -11,11 +11,14 @@ from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers, Tr
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = InstructionFamily("Video instructions", "9.7.18")
-
 _WORD = SCALARS["b32"]
 _BOTH = ("u32", "s32")
 _CONDITIONS = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge"}
+
+FAMILY = InstructionFamily(
+    "Video instructions", "9.7.18", into=_BOTH, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS)
+)
+
 _SIMPLE = ("vadd", "vsub", "vabsdiff", "vmin", "vmax")
 _LANES = ("2", "4")
 
@@ -37,15 +40,14 @@ def simple(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], _WORD, result)
 
 
-@FAMILY.form("vset.left.right.condition", 3, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS))
+@FAMILY.form("vset.left.right.condition", 3)
 def compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Return 1 if the condition is true, otherwise 0."""
     left, right = _whole(t, i, 1, m["left"]), _whole(t, i, 2, m["right"])
     t.write(i.operands[0], _WORD, t.ir.cast("trunc", _holds(t, m["condition"], left, right), "i32"))
 
 
-@FAMILY.form("vshl.into.left.u32.mode", 3, into=_BOTH, left=_BOTH, mode=("clamp", "wrap"))
-@FAMILY.form("vshr.into.left.u32.mode", 3, into=_BOTH, left=_BOTH, mode=("clamp", "wrap"))
+@FAMILY.form("vshl|vshr.into.left.u32.mode", 3, mode=("clamp", "wrap"))
 def shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Shift by b bits. b is reduced modulo 32 or clamped to 32."""
     ir = t.ir
@@ -68,8 +70,7 @@ def lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     _each_lane(t, i, m, lane)
 
 
-@FAMILY.form("vset2.left.right.condition{.add}", 4, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS))
-@FAMILY.form("vset4.left.right.condition{.add}", 4, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS))
+@FAMILY.form("vset2|vset4.left.right.condition{.add}", 4)
 def compare_lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Return 1 or 0 for each half or byte. With .add, return the number of ones plus c."""
     _each_lane(t, i, m, lambda left, right, bits: _holds(t, m["condition"], left, right))
@@ -77,7 +78,7 @@ def compare_lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 def _register(name: str, suffix: str, arity: int, translate: Translate) -> None:
     template = f"{name}.into.left.right{suffix}"
-    FAMILY.form(template, arity, into=_BOTH, left=_BOTH, right=_BOTH, second=("add", "min", "max"))(translate)
+    FAMILY.form(template, arity, second=("add", "min", "max"))(translate)
 
 
 # Each instruction has a form with .sat, and one with a second operation or a sum.

@@ -16,6 +16,17 @@ def test_every_family_names_its_section() -> None:
     assert all(family.section.startswith("9.7") and family.forms for family in FAMILIES)
 
 
+def test_a_form_applies_to_each_opcode_with_the_family_s_choices_unless_it_has_its_own() -> None:
+    family = InstructionFamily("A family", "9.7", type=("u32", "s32"), scope=("cta",))
+    family.form("add|sub{.scope}.type", 3, scope=("gpu", "sys"))(lambda t, i, m: None)
+    assert [(form.template, form.opcode) for form in family.forms] == [
+        ("add{.scope}.type", "add"),
+        ("sub{.scope}.type", "sub"),
+    ]
+    for form in family.forms:
+        assert form.slots == (("scope", ("gpu", "sys"), True), ("type", ("u32", "s32"), False))
+
+
 def test_what_no_test_met_is_told() -> None:
     family = InstructionFamily("A family", "9.7")
     family.form("add{.sat}.type", 3, type=("u32", "s32"))(lambda t, i, m: None)
