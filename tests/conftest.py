@@ -26,6 +26,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from gpulease.client import GpuLease, GpuSession
 from gpulease.client.sync import idle_frees
 from gpulease.daemon.ptx import stream
+from gpulease.daemon.ptx.stream import THREADS_VARIABLE
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, Faults, lent, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
@@ -294,8 +295,12 @@ def _no_leaks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_daemon() -> Iterator[Daemon]:
-    """Return a daemon for all tests that leave it as it was: one card of 6 GiB, a Unix socket and a TCP listener."""
-    with running(Daemon(tcp=True)) as daemon:
+    """Return a daemon for all tests that leave it as it was: one card of 6 GiB, a Unix socket and a TCP listener.
+
+    In its workers one thread runs each kernel, because tests run concurrently: a second thread would poll for work
+    between launches, a tenth of the decode tests' processor time. The workers of all other daemons use every core.
+    """
+    with running(Daemon(tcp=True, environment={THREADS_VARIABLE: "1"})) as daemon:
         yield daemon
 
 

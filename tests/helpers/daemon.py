@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import gpulease
@@ -94,6 +95,7 @@ class Daemon:
     Args:
         tls_port: The port of its TLS listener; 0 for any.
         within: A command that starts it elsewhere, for example in a namespace. It must exec, so that the pid stays.
+        environment: Variables that are set in addition to this process's.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Daemon:
         stderr: int | None = None,
         log_format: str = "human",
         within: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         # Do not use pytest's tmp_path, because a Unix socket's path has at most 107 bytes.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
@@ -139,7 +142,7 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log if stderr is None else stderr,
-                env=python_environment() | {MARK: self._mark, FOLDER: str(self.folder)},
+                env=python_environment() | {MARK: self._mark, FOLDER: str(self.folder)} | dict(environment),
             )
 
     # --- start and end ---
