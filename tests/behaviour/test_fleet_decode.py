@@ -32,7 +32,7 @@ from helpers.decode.decoder_rig import (
     outputs_around,
     play,
 )
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_daemon
 from helpers.fleet_rig import HORIZON_S, FleetNode, counted_bytes, fleet, quota
@@ -191,7 +191,7 @@ def test_a_killed_node_s_share_of_a_quota_is_waited_for(tmp_path: Path, monkeypa
     heard, counted = Recorder(), "[tenants.default]\nfleet_quota = true\n"
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
     monkeypatch.setattr(serving_engine, "DAEMON_RESTART_S", 0.2)
-    size_bytes = _engine_spec(RandomCheckpoint(TINY, 1), tuple(TENANTS), SETTINGS).size_bytes
+    size_bytes = _engine_spec(RandomCheckpoint(LIGHT, 1), tuple(TENANTS), SETTINGS).size_bytes
 
     async def scene(decoder: Decoder) -> None:
         alone = await one_by_one(decoder)

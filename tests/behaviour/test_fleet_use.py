@@ -18,7 +18,7 @@ from gpulease.protocol import Phase
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, read, submit
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_daemon
 from helpers.gateway_steps import AFFINE, KERNEL, OUTPUT, request
@@ -98,7 +98,7 @@ def test_a_prompt_that_is_continued_by_hand(fleet: str, daemon: Daemon) -> None:
 @pytest.mark.usefixtures("_decode_kernels")
 def test_a_decoder_whose_second_engine_comes_from_the_fleet_too(fleet: str) -> None:
     async def play() -> None:
-        async with Decoder.open(RandomCheckpoint(TINY, 1), TENANTS, SETTINGS, address=fleet) as decoder:
+        async with Decoder.open(RandomCheckpoint(LIGHT, 1), TENANTS, SETTINGS, address=fleet) as decoder:
             alone = [await read(submit(decoder, name)) for name in PROMPTS]
             generations = [submit(decoder, name) for name in PROMPTS]
             first = [await anext(generation) for generation in generations]

@@ -36,7 +36,7 @@ from helpers.decode.decoder_rig import (
     submit,
     together,
 )
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 from helpers.waiting import PATIENCE_S
 
 
@@ -252,7 +252,7 @@ def test_a_cancelled_generation_ends_and_the_others_do_not_change(daemon: Daemon
 
 def test_what_can_not_be_taken_is_refused_and_nothing_of_it_is_left(daemon: Daemon, alone: Outputs) -> None:
     async def scene(decoder: Decoder) -> None:
-        for prompt, tenant in [([], "a"), ([TINY.vocabulary], "a"), ([-1], "a"), ([1], "nobody")]:
+        for prompt, tenant in [([], "a"), ([LIGHT.vocabulary], "a"), ([-1], "a"), ([1], "nobody")]:
             with pytest.raises(RequestRejected):
                 decoder.submit(prompt, max_tokens=4, tenant_id=tenant)
         for max_tokens in (0, -1):
@@ -364,7 +364,7 @@ def test_a_decoder_that_no_card_has_room_for_leaves_nothing(daemon: Daemon) -> N
     async def part() -> None:
         large = [TenantConfig("a", 1, 1 << 20)]
         with pytest.raises(CapacityExceeded):
-            async with Decoder.open(RandomCheckpoint(TINY, 1), large, SETTINGS, address=daemon.address):
+            async with Decoder.open(RandomCheckpoint(LIGHT, 1), large, SETTINGS, address=daemon.address):
                 raise AssertionError("it was opened")
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -375,7 +375,7 @@ def test_an_engine_of_the_latency_class_needs_the_operator_s_permission(daemon: 
     async def scene() -> None:
         settings = replace(SETTINGS, latency=True)
         with pytest.raises(Denied, match="may_latency"):
-            async with Decoder.open(RandomCheckpoint(TINY, 1), (), settings, address=daemon.address):
+            async with Decoder.open(RandomCheckpoint(LIGHT, 1), (), settings, address=daemon.address):
                 pass
 
     asyncio.run(scene())
@@ -405,7 +405,7 @@ def test_a_load_takes_short_turns_of_the_loop_and_lays_its_tensors_out_in_thread
 
     async def scene() -> None:
         counting = asyncio.create_task(count_turns())
-        async with Decoder.open(RandomCheckpoint(TINY, 1), (), SETTINGS, address=daemon.address):
+        async with Decoder.open(RandomCheckpoint(LIGHT, 1), (), SETTINGS, address=daemon.address):
             counting.cancel()
 
     monkeypatch.setattr(weight_loader, "_CardImage", Image)

@@ -39,7 +39,7 @@ from gpulease.client.errors import (
     Revoked,
 )
 from gpulease.protocol import Failure, Status
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 from helpers.virtual_time import VirtualTimeLoop
 
 from .simulated_engine import STRAY, VOCABULARY, continuation, next_token
@@ -51,12 +51,12 @@ SCHEDULER = SchedulerSettings(
     max_rows=12,
     prefill_rows=8,
     context=90,
-    vocabulary=TINY.vocabulary,
+    vocabulary=LIGHT.vocabulary,
     replay_wait_s=5.0,
     rebinds_at_once=3,
     rebind_interval_s=1.0,
 )
-SPEC = EngineSpec(RandomCheckpoint(TINY, 1), LIMITS, True, 1 << 30, TENANTS)
+SPEC = EngineSpec(RandomCheckpoint(LIGHT, 1), LIMITS, True, 1 << 30, TENANTS)
 
 POISON_BITS = 20
 """Lowest bits of a seed: 1 + the position from which on the request ends the engine that computes it; 0: it is sound.

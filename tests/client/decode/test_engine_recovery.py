@@ -56,7 +56,7 @@ from helpers.decode.decoder_rig import (
     read,
     submit,
 )
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 from helpers.lasting import LastingDaemon
 
 pytestmark = pytest.mark.usefixtures("_decode_kernels")
@@ -665,7 +665,7 @@ def test_leaving_the_block_while_the_load_is_about_to_move_leaves_nothing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def part() -> None:
-        model, address = RandomCheckpoint(TINY, 1), daemon.address
+        model, address = RandomCheckpoint(LIGHT, 1), daemon.address
         async with Decoder.open(model, TENANTS, SETTINGS, address=address) as decoder:
             gate = Gate(monkeypatch)
             move = asyncio.create_task(decoder.move())

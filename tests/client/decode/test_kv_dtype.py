@@ -18,7 +18,7 @@ from gpulease.client.decode.supervisor.decoder import Decoder, engine_bytes
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, Outputs, one_by_one, outputs_around, together
 from helpers.decode.engine_rig import running
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT, TINY
 
 FP8_SETTINGS = replace(SETTINGS, kv_dtype=KvDtype.FP8)
 
@@ -28,7 +28,7 @@ def test_tokens_are_the_same_in_company_with_prefixes_after_moves_and_after_a_re
 ) -> None:
     async def part() -> list[Outputs]:
         opened = Decoder.open(
-            RandomCheckpoint(TINY, 1), TENANTS, FP8_SETTINGS, address=shared_daemon.address, prefixes=shared()
+            RandomCheckpoint(LIGHT, 1), TENANTS, FP8_SETTINGS, address=shared_daemon.address, prefixes=shared()
         )
         async with opened as decoder:
             # The second time, all full blocks of the prompts are in the regions already.

@@ -18,6 +18,7 @@ from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.supervisor.serving_engine import ServingEngine
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import HOT, Recorder, before_step, opened, read
+from helpers.decode.engine_rig import GREEDY
 
 PROMPTS = {"a": [7, 1, 9], "b": list(range(100, 120)), "c": list(range(300, 309)), "d": list(range(40, 73))}
 TOKENS = 16
@@ -40,8 +41,9 @@ async def unlimited(daemon: Daemon, heard: Recorder) -> AsyncIterator[Decoder]:
 
 
 def submit_all(decoder: Decoder) -> dict[str, Generation]:
+    """Submit every prompt. Tenant b's tokens depend on a seed, too; `check_moment` ends its region in every way."""
     return {
-        name: decoder.submit(prompt, max_tokens=TOKENS, tenant_id=name, sampling=HOT)
+        name: decoder.submit(prompt, max_tokens=TOKENS, tenant_id=name, sampling=HOT if name == "b" else GREEDY)
         for name, prompt in PROMPTS.items()
     }
 

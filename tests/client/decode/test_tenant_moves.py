@@ -15,7 +15,7 @@ from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
 from gpulease.client.errors import CapacityExceeded, RegionFreed, RegionRevoked
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import PROMPTS, SETTINGS, TENANTS, Outputs, play, read, submit
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 
 
 async def begin(decoder: Decoder, tokens: int = 3) -> tuple[dict[str, Generation], Outputs]:
@@ -92,7 +92,7 @@ def test_regions_of_a_limited_life_are_left_before_their_ends(daemon: Daemon, al
 
     async def part() -> None:
         settings = replace(SETTINGS, region_life_s=60)
-        async with Decoder.open(RandomCheckpoint(TINY, 1), TENANTS, settings, address=daemon.address) as decoder:
+        async with Decoder.open(RandomCheckpoint(LIGHT, 1), TENANTS, settings, address=daemon.address) as decoder:
             assert not decoder.regions._renewals
             decoder.regions.move_margin_s = 60.0
             generations, outputs = await begin(decoder)
@@ -194,7 +194,7 @@ def test_what_a_heavier_tenant_preempts_has_the_same_tokens(daemon: Daemon, alon
     async def part() -> list[list[Emitted]]:
         tenants = [TenantConfig("a", 2, 12, weight=1), TenantConfig("b", 2, 12, weight=2)]
         settings = replace(SETTINGS, max_sequences=1, preempts=True)
-        async with Decoder.open(RandomCheckpoint(TINY, 1), tenants, settings, address=daemon.address) as decoder:
+        async with Decoder.open(RandomCheckpoint(LIGHT, 1), tenants, settings, address=daemon.address) as decoder:
             light = submit(decoder, "a")
             first = await anext(light)
             heavy = submit(decoder, "b")

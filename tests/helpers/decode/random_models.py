@@ -20,6 +20,9 @@ TINY: Final = ModelConfig(
     is_tied=True,
 )
 
+LIGHT: Final = replace(TINY, width=64, inner_width=96)
+"""TINY's blocks and vocabulary in three quarters of its time: for tests of what happens between steps."""
+
 SHARED_KEYS: Final = replace(
     TINY, layers=1, width=192, heads=3, key_heads=1, head_width=64, inner_width=256, vocabulary=160
 )
