@@ -14,8 +14,10 @@ import pytest
 from gpulease.client.bench import decode_direct, decode_speed, decode_steps
 from gpulease.client.bench.decode_direct import DirectSession, DriverFailed
 from gpulease.client.bench.decode_speed import DecodePlan
+from gpulease.daemon.ptx import kernel_code
 from gpulease.daemon.ptx.driver import CpuDriver
 from helpers.daemon import Daemon
+from helpers.decode.shared_code import compiling_once
 
 
 class CudaOnCpu:
@@ -124,6 +126,8 @@ def test_the_engine_on_the_driver_itself_has_the_leased_engine_s_results(
 ) -> None:
     for name in ("PREFILL", "STEPS"):
         monkeypatch.setattr(decode_steps, name, 4)
+    # The driver in this process takes the kernels that the leased engine's worker has compiled.
+    monkeypatch.setattr(kernel_code, "compile_source", compiling_once(kernel_code.compile_source))
     told: list[Any] = []
     # Kernels alone are another test's, and take most of the time.
     plan = DecodePlan(("two-layers",), (1, 4), (20,), times_kernels=False)

@@ -23,6 +23,9 @@ from helpers.decode.openai_rig import MODEL, key_of
 
 POSITIONS: Final = 768
 TEXT: Final = "Where?"
+SHORT_TOKENS: Final = 12
+"""Length of an answer of which only the text counts. Answers in a form, which may be longer, end by themselves."""
+
 LONG: Final = "hello " * 400
 
 WALK: Final = {
@@ -84,7 +87,7 @@ def langchain(server: Server, tenant: str = "ann", **options: Any) -> Any:
 
 @scenario("langchain_openai")
 def langchain_chats_and_streams(server: Server) -> None:
-    chat = langchain(server)
+    chat = langchain(server, max_tokens=SHORT_TOKENS)
     whole = chat.invoke(TEXT)
     assert whole.usage_metadata["output_tokens"] > 0
     assert "".join(part.content for part in chat.stream(TEXT)) == whole.content
@@ -93,7 +96,7 @@ def langchain_chats_and_streams(server: Server) -> None:
     assert [answer.content for answer in chat.batch([TEXT, TEXT])] == [whole.content] * 2
 
     async def streamed() -> str:
-        other = langchain(server)
+        other = langchain(server, max_tokens=SHORT_TOKENS)
         assert (await other.ainvoke(TEXT)).content == whole.content
         return "".join([part.content async for part in other.astream(TEXT)])
 
@@ -118,7 +121,8 @@ def langchain_calls_tools_and_sends_their_results(is_of_responses: bool, server:
     assert first.tool_calls[0]["args"].keys() == {"go"}
     talk = [messages.SystemMessage("s"), messages.HumanMessage([{"type": "text", "text": TEXT}]), first]
     talk.append(messages.ToolMessage("done", tool_call_id=first.tool_calls[0]["id"]))
-    assert chat.bind_tools([TOOL]).invoke(talk).text
+    short = langchain(server, use_responses_api=is_of_responses, max_tokens=SHORT_TOKENS)
+    assert short.bind_tools([TOOL]).invoke(talk).text
 
 
 @scenario("langchain_openai", "json_schema", "function_calling")
@@ -133,9 +137,10 @@ def langchain_has_structured_output(method: str, server: Server) -> None:
 
 @scenario("langchain_openai")
 def langchain_uses_responses_without_a_store(server: Server) -> None:
-    chat = langchain(server, use_responses_api=True, store=False, include=["reasoning.encrypted_content"])
-    first = chat.invoke(TEXT)
-    assert chat.invoke([("user", TEXT), first, ("user", "And?")]).text
+    given: dict[str, Any] = {"use_responses_api": True, "store": False, "include": ["reasoning.encrypted_content"]}
+    short, chat = langchain(server, max_tokens=SHORT_TOKENS, **given), langchain(server, **given)
+    first = short.invoke(TEXT)
+    assert short.invoke([("user", TEXT), first, ("user", "And?")]).text
     assert isinstance(chat.with_structured_output(Place, method="json_schema").invoke(TEXT), Place)
 
 
