@@ -41,8 +41,7 @@ def descriptors_left(pid: int, room: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_descriptor_is_left_for_a_worker(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_no_descriptor_is_left_for_a_worker(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
         neighbour = Neighbour(session)
         files = len(daemon.open_files())
@@ -59,8 +58,7 @@ def test_no_descriptor_is_left_for_a_worker(start_daemon: Callable[..., Daemon])
         assert len(daemon.leases()) == 1
 
 
-def test_no_descriptor_is_left_for_a_hand_over(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_no_descriptor_is_left_for_a_hand_over(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease, RawPeer(daemon.address).hello() as peer:
         with descriptors_left(daemon.process.pid, 0):
             result = peer.attach(lease.lease_id)
@@ -69,8 +67,7 @@ def test_no_descriptor_is_left_for_a_hand_over(start_daemon: Callable[..., Daemo
         assert not isinstance(peer.attach(lease.lease_id), Failure)
 
 
-def test_no_descriptor_is_left_for_a_connection(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_no_descriptor_is_left_for_a_connection(daemon: Daemon) -> None:
     broker = daemon.process.pid
     with (
         daemon.builder().acquire() as lease,
@@ -100,9 +97,8 @@ def test_no_descriptor_is_left_for_a_connection(start_daemon: Callable[..., Daem
         check_main_job(session)
 
 
-def test_no_descriptor_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]) -> None:
+def test_no_descriptor_is_left_to_the_zygote(daemon: Daemon) -> None:
     """The zygote can't even receive the descriptors that come with a request for a worker."""
-    daemon = start_daemon()
     zygote = daemon.zygote_pid()
     with daemon.builder().acquire() as lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
         neighbour = Neighbour(session)

@@ -12,7 +12,7 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Connection, Goodbye, Opcode, Role, Status
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Ping
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, lent, running
 from helpers.kernels import Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, connect
 from helpers.waiting import wait_until
@@ -48,8 +48,19 @@ def goodbye_on(sock: socket.socket) -> Goodbye:
     return event
 
 
-def test_one_too_many(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(tcp=True, config=SMALL)
+@pytest.fixture(scope="module")
+def shared_small() -> Iterator[Daemon]:
+    with running(Daemon(tcp=True, config=SMALL)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(shared_small: Daemon) -> Iterator[Daemon]:
+    """Yield a daemon with few connections, which are all closed afterwards."""
+    yield from lent(shared_small)
+
+
+def test_one_too_many(daemon: Daemon) -> None:
     with ExitStack() as stack:
         inside = [stack.enter_context(RawPeer(daemon.tcp_address)).hello() for _ in range(LIMIT)]
         with RawPeer(daemon.tcp_address) as late:
@@ -85,8 +96,7 @@ def test_one_tenant_can_not_use_up_all_connections(start_daemon: Callable[..., D
             check_main_job(session)
 
 
-def test_operators_are_bounded_too(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(config=SMALL)
+def test_operators_are_bounded_too(daemon: Daemon) -> None:
     with ExitStack() as stack:
         for _ in range(LIMIT + OPERATORS):
             stack.enter_context(RawPeer(daemon.address)).hello()
@@ -94,8 +104,7 @@ def test_operators_are_bounded_too(start_daemon: Callable[..., Daemon]) -> None:
             assert late.goodbye().status is Status.BUSY
 
 
-def test_a_flood_past_the_limit(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(tcp=True, config=SMALL)
+def test_a_flood_past_the_limit(daemon: Daemon) -> None:
     files = len(daemon.open_files())
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)

@@ -197,9 +197,8 @@ def sync_until(end: float, session: GpuSession) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_broker_holds_no_expiry_up(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_stopped_broker_holds_no_expiry_up(daemon: Daemon) -> None:
     """The worker reads the deadline itself, so a broker that hangs gives a tenant no more time."""
-    daemon = start_daemon()
 
     def stopped(lease: GpuLease) -> GpuSession:
         session = GpuSession(lease)
