@@ -8,6 +8,7 @@ import pytest
 from gpulease.client import CapacityExceeded, GpuExclusivityClass, GpuSession, InvalidRequest
 from helpers.daemon import Daemon, lent, running
 from helpers.kernels import check_main_job
+from helpers.leaks import SHARED_PROCESSES
 
 GIB = 1 << 30
 
@@ -82,13 +83,17 @@ def test_a_whole_card_leaves_the_other_to_everybody(cards: Daemon) -> None:
             cards.builder().device(0).acquire()
 
 
-@pytest.fixture
-def packed_cards(start_daemon: Callable[..., Daemon]) -> Daemon:
+@pytest.fixture(scope="module")
+def packed_cards() -> Iterator[Daemon]:
     """Return a daemon with three cards of 1 GiB and a warm context on each.
 
-    It places a lease on the fullest card that has room.
+    It places a lease on the fullest card that has room. It makes contexts at any time, which are no leak.
     """
-    return start_daemon(vram=("1GiB",) * 3, config='placement = "pack"\nwarm_contexts = 1\n')
+    config = 'placement = "pack"\nwarm_contexts = 1\n'
+    with running(Daemon(vram=("1GiB",) * 3, config=config)) as daemon:
+        SHARED_PROCESSES.add(daemon.process.pid)
+        yield daemon
+        SHARED_PROCESSES.remove(daemon.process.pid)
 
 
 def test_packing_fills_one_card_and_keeps_the_others_whole(packed_cards: Daemon) -> None:
