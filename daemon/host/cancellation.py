@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel the tasks, and return when all have ended. Their exceptions are dropped."""
     cancelled = list(tasks)
     for task in cancelled:

@@ -5,7 +5,6 @@ that the card showed for that worker, and the bytes that a session may make the 
 """
 
 import asyncio
-import contextlib
 import itertools
 import time
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Final
 
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, retry
+from gpulease.daemon.host.answers import answer_within
 from gpulease.daemon.leases.devices import Others
 from gpulease.daemon.leases.events import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.workers.monitors import UnlistedSince
@@ -97,18 +97,22 @@ class _Probe:
         )
 
     async def _next(self) -> Event:
-        """Return the next event of this worker. Late events of the previous worker are skipped."""
-        with contextlib.suppress(TimeoutError):
+        """Return the next event of this worker. Raises CardsUnavailable if there is none within PROBE_TIMEOUT_S."""
+        try:
             # The full timeout applies to each event, because loading a driver is slow.
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                while True:
-                    event = await self.events.get()
-                    if isinstance(event, _WORKER_EVENTS) and event.worker_id == self.number:
-                        return event
-        raise CardsUnavailable(
-            f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
-            hint="Check that the driver works on this card, or start with --driver cpu.",
-        )
+            return await answer_within(self._own_event(), PROBE_TIMEOUT_S)
+        except TimeoutError:
+            raise CardsUnavailable(
+                f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
+                hint="Check that the driver works on this card, or start with --driver cpu.",
+            ) from None
+
+    async def _own_event(self) -> Event:
+        """Wait for the next event of this worker. Late events of the previous worker are skipped."""
+        while True:
+            event = await self.events.get()
+            if isinstance(event, _WORKER_EVENTS) and event.worker_id == self.number:
+                return event
 
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:

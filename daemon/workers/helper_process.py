@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message, request_of
 from gpulease.daemon.contract.messages import FROM_HELPER, HelperBroken, HelperPrepared, LivenessPing, Pong, Ready
+from gpulease.daemon.host.answers import answer_within
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.socket_activation import CannotListen
@@ -163,14 +164,9 @@ class ChildProcess:
         """Start a process and wait until it serves. From then on it is replaced if it ends. Raises CannotListen."""
         kind = self._kind
         try:
-            # Step 1: start the process, with its channel.
+            # Start the process, with its channel, and wait until it serves.
             self._launch()
-            async with asyncio.timeout(self._timeouts.start_s):
-                # Step 2: the owner sends it what it needs, and waits until it reports that it serves.
-                await self._on_start()
-            # The process may have died after that message.
-            if self._channel is None:
-                raise ChannelClosed("it is gone")
+            await answer_within(self._begin(), self._timeouts.start_s)
         # After any failure end the process: a half-started one would answer pings but not serve.
         except TimeoutError:
             await self._end()
@@ -182,9 +178,18 @@ class ChildProcess:
             await self._end()
             raise CannotListen(f"{kind.name} can't be started: {error.strerror or error}") from None
         except BaseException:
+            self._is_up = False
             await self._end()
             raise
-        # Step 3: from now on, start another process when this one ends.
+
+    async def _begin(self) -> None:
+        """Make a new process serve. Raises what `on_start` may raise."""
+        # Step 1: the owner sends it what it needs, and waits until it reports that it serves.
+        await self._on_start()
+        # The process may have died after that message.
+        if self._channel is None:
+            raise ChannelClosed("it is gone")
+        # Step 2: from now on, start another process when this one ends.
         self._is_up, self._began_s = True, time.monotonic()
         self._heartbeat.begin()
 
@@ -475,12 +480,9 @@ class _Child:
     async def end(self, within_s: float) -> str | None:
         """Wait for the end. Returns a description of how the process ended; None if it has not ended in time."""
         try:
-            async with asyncio.timeout(within_s):
-                await self._ended.wait()
+            await answer_within(self._ended.wait(), within_s)
         except TimeoutError:
-            # The process may have ended in time even if this process is late.
-            if not self._ended.is_set():
-                return None
+            return None
         # Popen has -signal for a signal; wait(2) statuses have the exit code in the high byte and the signal in the low
         # one.
         status = self._process.returncode

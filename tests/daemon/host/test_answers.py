@@ -35,3 +35,27 @@ def test_an_answer_that_came_in_time_is_returned_by_a_process_that_is_late(has_a
         else:
             with pytest.raises(TimeoutError):
                 asyncio.run(story())
+
+
+def test_a_coroutine_that_gives_no_answer_has_ended_behind_the_wait() -> None:
+    ends = []
+
+    async def silent() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ends.append("ended")
+
+    async def story() -> None:
+        with pytest.raises(TimeoutError):
+            await answer_within(silent(), LIMIT_S)
+        waiting = asyncio.create_task(answer_within(silent(), LIMIT_S * 1000))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(story())
+    assert ends == ["ended"] * 2

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -124,6 +125,23 @@ def test_one_that_does_not_come_to_be(way: str, said: str, caplog: pytest.LogCap
 
     run(main)
     assert not caplog.records, "whoever starts it says so"
+
+
+def test_one_that_is_ready_in_time_serves_although_the_broker_is_late() -> None:
+    limit_s = 0.05
+    rig = Rig("serves", patience=replace(PATIENCE, start_s=limit_s))
+
+    def be_late() -> None:
+        assert rig.process._channel is not None
+        assert select.select([rig.process._channel], [], [], PATIENCE_S)[0], "it is ready"
+        time.sleep(2 * limit_s)
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(be_late)
+        async with rig.running() as process:
+            assert process.is_running
+
+    run(main)
 
 
 def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
