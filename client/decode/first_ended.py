@@ -1,8 +1,10 @@
-"""Waits for the first of several awaitables, such as the computation of a request and the caller's disconnection."""
+"""Waits for the first of several awaitables, such as a request's computation and its caller's disconnection."""
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
@@ -18,3 +20,16 @@ async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return [task if task in done else None for task in tasks]
+
+
+async def answer_within(answer: Awaitable[T], within_s: float) -> T:
+    """Return the answer of another process. Raises TimeoutError if there is none after `within_s`.
+
+    If this process is late, an answer that came in time is read in the same turn of the event loop in which the time
+    is over. `asyncio.timeout` would discard it.
+    """
+    answered, _ = await first_ended(answer, asyncio.sleep(within_s))
+    if answered is None:
+        raise TimeoutError
+    result: T = answered.result()
+    return result

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.decode.blocked_sighup import sighup_blocked
 from gpulease.client.decode.decode_errors import ModelRejected, TextProcessesFailed
+from gpulease.client.decode.first_ended import answer_within
 from gpulease.client.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpacked
 
 MODULE: Final = "gpulease.client.decode.text.text_fork_server"
@@ -114,9 +115,8 @@ class ForkServer:
         ours.setblocking(False)
         server = cls(process, ours)
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                # Wait for {"ready": true}, or for the rejection of the tokenizer.
-                await server._is_ready
+            # Wait for {"ready": true}, or for the rejection of the tokenizer.
+            await answer_within(server._is_ready, START_LIMIT_S)
         except BaseException as error:
             await server.stop()
             if isinstance(error, TimeoutError):

@@ -22,6 +22,7 @@ from gpulease.client.decode.decode_errors import (
     decoder_closed,
 )
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
+from gpulease.client.decode.first_ended import answer_within
 from gpulease.client.decode.text.fork_server import ForkedWorker, ForkServer
 from gpulease.client.decode.text.tenant_turns import TenantTurns
 from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, packed, refused
@@ -182,8 +183,7 @@ class TextProcesses:
         try:
             # The worker itself limits CPU time. This limit also covers a worker that sleeps or a host that is
             # overloaded.
-            async with asyncio.timeout(self._limits.wall_s):
-                answer = await worker.do(job.frame)
+            answer = await answer_within(worker.do(job.frame), self._limits.wall_s)
         except TimeoutError:
             self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
             self._replace(worker)

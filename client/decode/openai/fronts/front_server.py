@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from gpulease.client.decode.blocked_sighup import sighup_blocked
+from gpulease.client.decode.first_ended import answer_within
 from gpulease.client.decode.openai.completion_intake import Submitted, reply_to_error
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
@@ -262,8 +263,7 @@ async def _processes(count: int, sock: socket.socket, models: ServedModels, welc
     tasks = [asyncio.create_task(front.run()) for front in running]
     try:
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await asyncio.gather(*(front.started for front in running))
+            await answer_within(asyncio.gather(*(front.started for front in running)), START_LIMIT_S)
         except TimeoutError:
             raise FrontsFailed(f"a front did not start within {START_LIMIT_S:g} s") from None
         yield

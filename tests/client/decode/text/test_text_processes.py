@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import select
 import signal
+import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +25,9 @@ from gpulease.client.decode.decode_errors import (
     TextProcessesFailed,
 )
 from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.text import fork_server, text_processes
 from gpulease.client.decode.text.chat_template import ChatTemplate
+from gpulease.client.decode.text.fork_server import ForkedWorker, ForkServer
 from gpulease.client.decode.text.grammar import regex_rule
 from gpulease.client.decode.text.letters import LETTERS
 from gpulease.client.decode.text.text_jobs import TextLimits, read_chat, read_text, unpacked_tokens
@@ -30,6 +35,7 @@ from gpulease.client.decode.text.text_processes import TextProcesses
 from gpulease.client.decode.text.tokenizer import Tokenizer
 from helpers.decode.text_jobs import check, crash, fail, panic
 from helpers.processes import own_descendants, process_info
+from helpers.waiting import PATIENCE_S
 
 LIMITS: Final = TextLimits(memory_bytes=96 << 20, processor_s=1)
 CONTEXT: Final = 100_000
@@ -288,3 +294,45 @@ def test_a_tokenizer_that_can_t_be_made_there_is_refused(monkeypatch: pytest.Mon
 def _parent(pid: int) -> int:
     info = process_info(pid)
     return 0 if info is None else info.parent
+
+
+SHORT_S: Final = 0.05
+
+
+def be_late_soon(sock: int) -> None:
+    """Block the event loop, from the turn after the next, until a process has answered and its time is over."""
+
+    def be_late() -> None:
+        assert select.select([sock], [], [], PATIENCE_S)[0], "the process has answered"
+        time.sleep(2 * SHORT_S)
+
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, be_late)
+
+
+def test_a_text_that_was_read_in_time_is_answered_by_a_server_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker(ForkedWorker):
+        async def do(self, frame: bytes) -> dict[str, Any] | None:
+            be_late_soon(self._writer.get_extra_info("socket").fileno())
+            return await super().do(frame)
+
+    async def scene(processes: TextProcesses) -> None:
+        assert await text_tokens(processes, "a") == tokenizer().encode("a")
+        assert processes.replaced == 0
+
+    monkeypatch.setattr(fork_server, "ForkedWorker", Worker)
+    play(scene, limits=TextLimits(wall_s=SHORT_S))
+
+
+def test_a_fork_server_that_is_ready_in_time_serves_a_server_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server(ForkServer):
+        def __init__(self, process: Any, control: socket.socket) -> None:
+            super().__init__(process, control)
+            be_late_soon(control.fileno())
+
+    async def scene(processes: TextProcesses) -> None:
+        assert await text_tokens(processes, "a") == tokenizer().encode("a")
+
+    monkeypatch.setattr(fork_server, "START_LIMIT_S", SHORT_S)
+    monkeypatch.setattr(text_processes, "ForkServer", Server)
+    play(scene)
