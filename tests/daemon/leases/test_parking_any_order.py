@@ -1000,6 +1000,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             assert held <= card.capacity_bytes, f"{held} bytes are on a card of {card.capacity_bytes}"
 
     @invariant()
+    def all_bytes_are_charged(self) -> None:
+        for card in self.table.cards() if hasattr(self, "workers") else ():
+            charged_bytes = card.held_bytes + card.warm_bytes
+            assert charged_bytes >= self.held(card.uuid), "bytes on a card that are charged to nobody"
+
+    @invariant()
     def cold_sessions_have_their_image(self) -> None:
         if not hasattr(self, "workers"):
             return
@@ -1113,13 +1119,6 @@ class TestParkingCampaign(TestParkingAnyOrder):  # type: ignore[valid-type, misc
     settings = settings(FEW, max_examples=600)
 
 
-def check_charges(state: ParkingAnyOrder) -> None:
-    """Check that all bytes on each card are charged to a lease or to the pool."""
-    for card in state.table.cards():
-        charged_bytes = card.held_bytes + card.warm_bytes
-        assert charged_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
-
-
 def test_a_cold_session_may_wait_on_a_card_that_restored_leases_exceed() -> None:
     """The search found it in one of hundreds of runs: a move to such a card is charged nothing until there is room."""
     state = ParkingAnyOrder()
@@ -1187,7 +1186,7 @@ def test_a_worker_behind_a_move_that_has_its_next_worker_is_charged_where_it_is(
     state.move(card="1", is_operator=False, pick=0)
     state.upgrade(is_parked=False, luck=0, pick=0)
     state.broker_is_killed(lost=0, luck=0)
-    check_charges(state)
+    state.all_bytes_are_charged()
     state.teardown()
 
 
@@ -1308,7 +1307,7 @@ def test_a_submit_whose_sessions_return_has_no_record_is_held_beside_its_lease()
         state.send(worker.answers.pop(0))
     state.broker_is_killed(lost=1, luck=0)
     state.all_is_done(0, 0)
-    check_charges(state)
+    state.all_bytes_are_charged()
     # The park is proved: an allowance that counted the submit's bytes as the session's would never be met.
     state.kills_happen()
     state.kills_happen()
@@ -1424,9 +1423,9 @@ def test_a_worker_that_a_session_has_left_is_charged_behind_the_end_of_its_lease
     state.move(0, None, is_operator=True)
     state.all_is_done(0, 0)
     state.end_cold(pick=0, is_revoked=False)
-    check_charges(state)
+    state.all_bytes_are_charged()
     state.broker_is_killed(lost=0, luck=0)
-    check_charges(state)
+    state.all_bytes_are_charged()
     state.kills_happen()
     state.kills_happen()
     assert [(card.held_bytes, card.warm_bytes) for card in state.table.cards()] == [(0, 0), (0, 0)]
@@ -1449,5 +1448,5 @@ def test_bytes_of_a_direct_move_are_charged_behind_the_end_of_its_lease() -> Non
     assert state.held(CARD.uuid) == 400 + CARD.overhead_bytes
     state.end_cold(pick=0, is_revoked=True)
     state.broker_is_killed(lost=0, luck=0)
-    check_charges(state)
+    state.all_bytes_are_charged()
     state.teardown()
