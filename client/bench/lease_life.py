@@ -88,6 +88,9 @@ REVOKED_LEASE_S: Final = 60.0
 SPINNING_S: Final = 0.05
 """Seconds for which a kernel runs before its lease is revoked."""
 
+EXPIRY_S: Final = 0.5
+"""Time to live of a lease that expires, in seconds: enough to open a session and launch a kernel."""
+
 NOTICE_LIMIT_S: Final = 10.0
 """Longest wait for the tenant's error after a revocation, in seconds."""
 
@@ -113,11 +116,11 @@ AGAIN:
 _END_POLL_S: Final = 0.002
 
 
-def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
+def expiry(address: str, count: int) -> dict[str, float]:
     """Time from a lease's deadline, under an endless kernel, to the tenant's error and to memory proved free."""
     errors_ms, free_ms = [], []
     for _ in range(count):
-        lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(ttl_s).acquire()
+        lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(EXPIRY_S).acquire()
         # This is the deadline by this program's clock. The daemon's lease began a little earlier.
         deadline = time.monotonic() + lease.remaining_s
         with GpuSession(lease) as session:

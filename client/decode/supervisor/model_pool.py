@@ -153,7 +153,6 @@ class ModelPool:
         address: str | None = None,
         observers: Callable[[str], Sequence[DecoderObserver]] = lambda _: (),
         is_audited: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; `serving` opens the pool.
 
@@ -163,13 +162,12 @@ class ModelPool:
             address: The daemon's or the fleet's address.
             observers: Returns the observers of a model's decoder.
             is_audited: Whether each finished request becomes a record of the daemon's audit log.
-            clock: Monotonic seconds, those of the event loop.
         """
         self.log = DecodeLog()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds: dict[str, float] = {}
         self._specs, self._limits, self._address = dict(specs), limits, address
-        self._observers, self._is_audited, self._clock = observers, is_audited, clock
+        self._observers, self._is_audited = observers, is_audited
         self._opened: dict[str, _Opened] = {}
         # By ticket: the tenant of a request that waits for its model, and the future that receives the admission or
         # refusal.
@@ -195,7 +193,7 @@ class ModelPool:
         # Load the libraries now, while there are no steps to delay. Otherwise the first request with a grammar would
         # load them.
         await asyncio.to_thread(self._load_libraries)
-        self._apply(self.residency.start(self._clock()))
+        self._apply(self.residency.start(time.monotonic()))
         try:
             yield self
         finally:
@@ -253,7 +251,7 @@ class ModelPool:
         if resident.state is ModelState.FAILED:
             fields["reason"] = resident.reason
         if decoder is not None and resident.state is ModelState.LOADED and (outage := decoder.outage):
-            fields["engine_lost"] = outage.report(self._clock(), time.time())
+            fields["engine_lost"] = outage.report(time.monotonic(), time.time())
         return fields
 
     def request_counts(self, model: str, tenant: str | None) -> dict[str, int]:
@@ -291,7 +289,7 @@ class ModelPool:
         """
         if not self.is_permitted(tenant, model):
             raise unknown_model(model)
-        ticket, now = next(self._tickets), self._clock()
+        ticket, now = next(self._tickets), time.monotonic()
         admitted: asyncio.Future[Refuse | None] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = tenant, admitted
         self._apply(self.residency.request(ticket, model, now, now + wait_s))
@@ -309,7 +307,7 @@ class ModelPool:
                 raise unknown_model(model)
         except BaseException:
             self._waiting.pop(ticket, None)
-            self._apply(self.residency.release(ticket, self._clock()))
+            self._apply(self.residency.release(ticket, time.monotonic()))
             raise
         use = opened.uses[ticket] = ModelUse(model, tenant, opened.spec, opened.decoder)
         try:
@@ -322,17 +320,17 @@ class ModelPool:
     def release(self, model: str, ticket: int) -> None:
         if (opened := self._opened.get(model)) is not None:
             opened.uses.pop(ticket, None)
-        self._apply(self.residency.release(ticket, self._clock()))
+        self._apply(self.residency.release(ticket, time.monotonic()))
 
     def engine_reopened(self, model: str) -> None:
         """Record that a model's decoder has opened another engine, on the card even if the old one was parked."""
-        self._apply(self.residency.engine_reopened(model, self._clock()))
+        self._apply(self.residency.engine_reopened(model, time.monotonic()))
 
     # --- the operator ---
 
     def drain(self) -> None:
         """Refuse the requests that wait for a model, and all later ones. Requests in progress continue."""
-        self._apply(self.residency.drain(self._clock()))
+        self._apply(self.residency.drain(time.monotonic()))
 
     async def change(self, specs: Mapping[str, ModelSpec]) -> None:
         """Serve these models from now on. `ModelResidency.change` describes what happens to the current ones.
@@ -341,7 +339,7 @@ class ModelPool:
         """
         terms = await self._terms_of(specs)
         with _refusing_large_models():
-            effects = self.residency.change(terms, self._clock())
+            effects = self.residency.change(terms, time.monotonic())
         self._specs = dict(specs)
         paths = {spec.path for spec in specs.values()}
         self._tokenizers = {path: tokenizer for path, tokenizer in self._tokenizers.items() if path in paths}
@@ -429,17 +427,17 @@ class ModelPool:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, at = None, self.residency.next_deadline_s(self._clock())
+        self._timer, at = None, self.residency.next_deadline_s(time.monotonic())
         if at is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, at - self._clock()), self._tick)
+            self._timer = loop.call_later(max(0.0, at - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
-        self._apply(self.residency.tick(self._clock()))
+        self._apply(self.residency.tick(time.monotonic()))
 
     async def _serve(self, model: str, opened: _Opened) -> None:
         """Open a model's decoder, and close it when the model must be unloaded or the decoder has ended."""
-        began, spec, is_loaded = self._clock(), opened.spec, False
+        began, spec, is_loaded = time.monotonic(), opened.spec, False
         try:
             async with AsyncExitStack() as stack:
                 checkpoint = await asyncio.to_thread(open_model, spec.path)
@@ -470,14 +468,14 @@ class ModelPool:
                 # Start the text processes now, so that the first request does not wait for them.
                 await decoder.prompts.start()
                 opened.decoder, is_loaded = decoder, True
-                self.seconds[model] = self._clock() - began
+                self.seconds[model] = time.monotonic() - began
                 self.counts[model, "load"] += 1
                 self.log.info("model_loaded", model=model, took_s=self.seconds[model])
-                self._apply(self.residency.loaded(model, self._clock()))
+                self._apply(self.residency.loaded(model, time.monotonic()))
                 await first_ended(opened.stopping.wait(), decoder.wait_ended())
                 if not opened.stopping.is_set():
                     # An internal error has ended the decoder. Its requests have raised it already.
-                    self._apply(self.residency.ended(model, "EngineDecodeFailed", self._clock()))
+                    self._apply(self.residency.ended(model, "EngineDecodeFailed", time.monotonic()))
         except Exception as error:
             if not is_loaded:
                 self.counts[model, "load_failed"] += 1
@@ -485,14 +483,14 @@ class ModelPool:
                 self._opened.pop(model, None)
                 is_for_room = isinstance(error, CapacityExceeded)
                 name = type(error).__name__
-                self._apply(self.residency.load_failed(model, name, self._clock(), is_for_room=is_for_room))
+                self._apply(self.residency.load_failed(model, name, time.monotonic(), is_for_room=is_for_room))
                 return
             # Only log errors of closing the decoder: its lease ends in any case, at its deadline at the latest.
             self.log.failure("model_not_closed", error, model=model)
         self._opened.pop(model, None)
         self.counts[model, "unload"] += 1
         self.log.info("model_unloaded", model=model)
-        self._apply(self.residency.unloaded(model, self._clock()))
+        self._apply(self.residency.unloaded(model, time.monotonic()))
 
     def _check_size(self, model: str, size: int) -> None:
         """Raise ModelRejected if a model's memory differs from the size that the pool counted."""
@@ -527,11 +525,11 @@ class ModelPool:
         except Exception as error:
             self.log.failure("model_not_parked", error, model=model)
             is_for_good = isinstance(error, Unsupported)
-            self._apply(self.residency.park_failed(model, self._clock(), is_for_good=is_for_good))
+            self._apply(self.residency.park_failed(model, time.monotonic(), is_for_good=is_for_good))
             return
         self.counts[model, "park"] += 1
         self.log.info("model_parked", model=model)
-        self._apply(self.residency.parked(model, self._clock()))
+        self._apply(self.residency.parked(model, time.monotonic()))
 
     async def _return(self, model: str) -> None:
         decoder = self._opened[model].decoder
@@ -540,11 +538,11 @@ class ModelPool:
             await decoder.unpark()
         except Exception as error:
             self.log.failure("model_not_returned", error, model=model)
-            self._apply(self.residency.return_failed(model, self._clock()))
+            self._apply(self.residency.return_failed(model, time.monotonic()))
             return
         self.counts[model, "return"] += 1
         self.log.info("model_returned", model=model)
-        self._apply(self.residency.returned(model, self._clock()))
+        self._apply(self.residency.returned(model, time.monotonic()))
 
 
 def _state_of(path: Path, *, has_weights: bool = False) -> object:
