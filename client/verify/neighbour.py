@@ -24,7 +24,7 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile
-from gpulease.client.console.exit_status import MissingPrerequisite
+from gpulease.client.console.exit_status import MissingPrerequisite, die_by_signal
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, rule_breakers
 from gpulease.imports import end_imports
 
@@ -145,3 +145,6 @@ if __name__ == "__main__":
     except GpuLeaseError as failure:
         # The parent reads the reason when it asks for a window.
         print(json.dumps(_window([], f"{type(failure).__name__}: {failure}", 1)), flush=True)
+    except BrokenPipeError:
+        # The parent was killed, and nobody reads the answer. The lease has been freed.
+        die_by_signal(signal.SIGPIPE)

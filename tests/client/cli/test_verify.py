@@ -1,6 +1,9 @@
 """`gpulease verify` on the embedded driver: a few rows, and its report of a broken promise."""
 
 import json
+import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +15,8 @@ from gpulease.client.cli import verify as command
 from gpulease.client.console.scene import Breach, MatrixCheck, Scene, worker_pid
 from gpulease.client.verify.claims import at_the_same_time, check
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, python_environment
+from helpers.waiting import PATIENCE_S
 
 
 def verify(*words: str) -> Result:
@@ -131,3 +135,30 @@ def test_one_wrong_result_among_six_is_told(daemon: Daemon, monkeypatch: pytest.
             at_the_same_time(sessions)
     told = sorted(str(caught.value).split("; "))
     assert told == ["tenant 5: 5 of 262144 words were counted", "tenant 6: memory granted again is not zero"]
+
+
+def test_a_neighbour_whose_parent_was_killed_ends_without_a_traceback(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease:
+        card = lease.card_uuid
+    words = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", daemon.address, card]
+    with subprocess.Popen(
+        words,
+        env=python_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["errors"] == 0
+        # A killed parent closes both pipes. The neighbour may read the last request, and then has nobody to answer.
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait(PATIENCE_S) == -signal.SIGPIPE
+    assert daemon.leases() == []
