@@ -5,12 +5,12 @@ from _thread import start_new_thread
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from gpulease.client.core.exchange import GrantCleanUp, ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, MaybePending, Procedure, Sleep, Step, Wait
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.sync.driver import due, settle
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
@@ -83,7 +83,35 @@ async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
     return await drive(ask_once(address_of(address), op, body))
 
 
-class ConnectionLock(asyncio.Lock):
+class LoopLock(asyncio.Lock):
+    """A lock for the tasks of one event loop: the loop that used it last, unless that one no longer runs."""
+
+    _loop: asyncio.AbstractEventLoop | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._user: asyncio.AbstractEventLoop | None = None
+        with suppress(RuntimeError):  # the lock is made outside of a loop
+            self._user = asyncio.get_running_loop()
+
+    async def acquire(self) -> Literal[True]:
+        """Acquire the lock. Raises InvalidRequest while the lock belongs to another loop, which runs."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._user:
+            # A task of this loop would never be woken by a task of the other one, which runs in another thread.
+            if self._user is not None and self._user.is_running():
+                raise InvalidRequest(
+                    "a lease or session of gpulease.client.aio can be used in only one event loop at a time",
+                    "Use it in the loop of the thread that opened it, for example with "
+                    "asyncio.run_coroutine_threadsafe, or acquire another lease in this one",
+                )
+            self._user = loop
+            # asyncio remembers the loop in which a task first waited, and refuses every other one.
+            self._loop = None
+        return await super().acquire()
+
+
+class ConnectionLock(LoopLock):
     """A connection's lock, which also lists the operations that continue although their callers were cancelled."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.aio.arrays import Array, make
-from gpulease.client.aio.driver import AsyncOpening, drive, undisturbed
+from gpulease.client.aio.driver import AsyncOpening, LoopLock, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
 from gpulease.client.aio.idle_frees import free_when_idle
 from gpulease.client.aio.kernels import ElementwiseKernel, Kernel
@@ -74,7 +74,7 @@ class GpuSession(SessionView):
         Opening it raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
         """
         self.lease = lease
-        lock = asyncio.Lock()
+        lock = LoopLock()
         self._set_session(SessionCore(state_of(lease), lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
         self._closing: Callable[[], object] | None = None
         register(self)
@@ -114,7 +114,7 @@ class GpuSession(SessionView):
         cls, token: bytes | str | Grant | None, address: str | None, name: str | None, shared_memory: bool
     ) -> Self:
         # Make a connection for the lease, which presents the token or asks for the lease of `gpulease run`.
-        server, lock = address_of(address), asyncio.Lock()
+        server, lock = address_of(address), LoopLock()
         state = await drive(
             by_assignment(server, lock, name) if token is None else by_token(server, token_of(token), lock)
         )

@@ -1,9 +1,8 @@
 """One-shot jobs of asyncio: `await lease.submit("infer", image).grid([4]).arg(data).out(4096).launch()`."""
 
-import asyncio
 from collections.abc import Callable
 
-from gpulease.client.aio.driver import drive
+from gpulease.client.aio.driver import LoopLock, drive
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.submits import Image, SubmissionBase
 from gpulease.client.core.tokens import Grant, token_of
@@ -54,4 +53,4 @@ def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: st
     Raises Denied at the launch, naming the check that the token failed.
     """
     server, token_bytes = address_of(address), token_of(token)
-    return Submission(kernel, image, lambda submission: submission._run_by(server, token_bytes, asyncio.Lock()))
+    return Submission(kernel, image, lambda submission: submission._run_by(server, token_bytes, LoopLock()))

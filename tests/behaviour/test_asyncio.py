@@ -1,6 +1,7 @@
 """The asyncio API does the same work with the same core, and never blocks its event loop."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 import uvloop
 
-from gpulease.client import AllocFailed, CapacityExceeded, KernelArgs, Revoked, SyncFailed, aio
+from gpulease.client import AllocFailed, Buffer, CapacityExceeded, InvalidRequest, KernelArgs, Revoked, SyncFailed, aio
 from gpulease.client.core import lease as leases
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers, scale_args
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 Main = Callable[[Daemon], Coroutine[Any, Any, None]]
 
@@ -163,3 +164,57 @@ def test_a_cancelled_wait_for_room_leaves_the_line(run: Callable[[Main], None]) 
         # All bytes must be free, which the `daemon` fixture checks.
 
     run(main)
+
+
+async def contend(session: aio.GpuSession, buffer: Buffer) -> None:
+    """Let several tasks wait for the session at the same time."""
+    await asyncio.gather(*(session.mem_read(buffer, 0, 4) for _ in range(4)))
+
+
+def test_loops_one_after_another_use_the_same_session(daemon: Daemon) -> None:
+    async def opened() -> tuple[aio.GpuLease, aio.GpuSession, Buffer]:
+        lease = await builder(daemon).acquire()
+        session = await aio.GpuSession(lease)
+        buffer = await session.mem_alloc(4)
+        await session.mem_write(buffer, 0, b"kept")
+        await contend(session, buffer)
+        return lease, session, buffer
+
+    async def used() -> bytes:
+        await contend(session, buffer)
+        data = bytes(await session.mem_read(buffer, 0, 4))
+        await session.close()
+        await lease.free()
+        return data
+
+    lease, session, buffer = asyncio.run(opened())
+    assert asyncio.run(used()) == b"kept"
+
+
+def test_the_loop_of_another_thread_is_refused(daemon: Daemon) -> None:
+    errors: list[InvalidRequest] = []
+
+    def run_elsewhere(work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            asyncio.run(asyncio.wait_for(work, PATIENCE_S))
+        except InvalidRequest as error:
+            errors.append(error)
+
+    async def main() -> None:
+        async with builder(daemon).acquire() as lease, aio.GpuSession(lease) as session:
+            buffer = await session.mem_alloc(4)
+            calls: list[Coroutine[Any, Any, Any]] = [session.mem_read(buffer, 0, 4), session.sync(), lease.query()]
+            threads = [threading.Thread(target=run_elsewhere, args=(call,)) for call in calls]
+            for thread in threads:
+                thread.start()
+            # The session's own loop uses it meanwhile, and afterwards.
+            while any(thread.is_alive() for thread in threads):
+                await contend(session, buffer)
+            await session.mem_write(buffer, 0, b"kept")
+            assert bytes(await session.mem_read(buffer, 0, 4)) == b"kept"
+
+    asyncio.run(main())
+    assert len(errors) == 3
+    for error in errors:
+        assert "in only one event loop at a time" in str(error)
+        assert "asyncio.run_coroutine_threadsafe" in str(error)
