@@ -69,8 +69,28 @@ None. A tile's lanes are its rows times the query heads per key head. The number
 the rounding, so it is that of ATTEND_TILES.
 """
 
+FP8_TILES: Final = {
+    32: (32, 1, 2, 2),
+    64: (128, 2, 4, 2),
+    80: (64, 4, 4, 2),
+    96: (64, 4, 4, 2),
+    128: (64, 4, 4, 2),
+    256: (32, 2, 8, 4),
+}
+"""Tile of attention on keys and values in FP8 for each width of heads: positions read at once, a divisor of SPLIT;
+warps for one row; warps for several rows; how many of the latter compute different lanes. Only the positions decide the
+bits. Measured on an H200 with 64 rows at position 8,192 and heads of width 64: 172 us with 2 warps and 128 positions,
+185 us with 64 positions, 224 us with 4 warps.
+"""
+
+FP8_STAGES: Final = 2
+"""Number of these tiles in shared memory. With 3, fewer programs run at once."""
+
+FP8_LANES: Final = 32
+"""Rows of a tile times the query heads for each key head, as in PROMPT_TILES."""
+
 FP8: Final = {"FP8": 1}
-"""The constant that makes a kernel's source use keys and values in float8 e4m3 instead of bf16."""
+"""The constant that makes `rope_append` write keys and values in float8 e4m3 instead of bf16."""
 
 ROPE_HEADS: Final = 8
 """Heads that one program rotates. With more, a step of one row would have too few programs to fill the GPU."""
@@ -144,8 +164,8 @@ as many, and loads a linear's parts one after the other. Measured on an H200 wit
 INEXACT: Final = re.compile(r"\b(?:\w+\.approx\S*|div\.full\S*|(?:add|sub|mul)\.f32|fma\.\S*f32|\w+\.ftz\S*)")
 """Matches instructions whose results the PTX ISA does not define exactly, or which ptxas may fuse with others."""
 
-FUSED: Final = ("silu", "gelu")
-"""Kernels with one of these parts in their name may contain fma.rn.f32, because `quotient` uses it explicitly. An
+FUSED: Final = ("silu", "gelu", "attend_fp8", "attend_whole_fp8", "attend_prompt_fp8", "attend_spans_fp8")
+"""Kernels with one of these parts in their name may contain fma.rn.f32, because `quotient` and `exp2_fp8` use it. An
 explicit fma.rn.f32 has the same bits on every card and on the embedded driver."""
 
 _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": "*i8", "u": "*u8"}
@@ -317,7 +337,8 @@ def _experts(function: Any, types: str, divisible: tuple[str, ...], tile: Tile) 
 
 def _attention_jobs(width: int) -> dict[str, Job]:
     """Return the kernels of attention for heads of this width."""
-    s, cache, divisible = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
+    s, g = triton_source, gluon_source
+    cache, divisible = "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
     norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
     partials, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
     read_rows = f"q:b rows:w tables:w {cache} table_blocks R H G"
@@ -343,12 +364,10 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     append = compiled[f"rope_append_{width}"]
     compiled |= {
         f"rope_append_fp8_{width}": replace(append, constants=append.constants | FP8),
-        f"attend_fp8_{width}": _attend(s.attend_fp8, width, _types(f"{partials} {read} splits scale:fp32 window")),
-        f"attend_whole_fp8_{width}": _attend(s.attend_whole_fp8, width, _types(f"x:b {read} scale:fp32 window")),
-        f"attend_prompt_fp8_{width}": _attend_prompt(
-            s.attend_prompt, width, _types(f"x:b {read_rows} scale:fp32 window"), is_fp8=True
-        ),
-        f"attend_spans_fp8_{width}": _attend_prompt(s.attend_spans, width, _types(read_spans), is_fp8=True),
+        f"attend_fp8_{width}": _attend_fp8(g.attend_fp8, width, f"{partials} {read} splits scale:fp32 window"),
+        f"attend_whole_fp8_{width}": _attend_fp8(g.attend_whole_fp8, width, f"x:b {read} scale:fp32 window"),
+        f"attend_prompt_fp8_{width}": _attend_fp8(g.attend_prompt_fp8, width, f"x:b {read_rows} scale:fp32 window"),
+        f"attend_spans_fp8_{width}": _attend_fp8(g.attend_spans_fp8, width, read_spans),
     }
     # Compile each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
@@ -376,6 +395,15 @@ def _attend_ahead(function: Any, width: int, types: dict[str, str], **more: int)
     return Job(function, types, constants, warps, divisible=("layer_bytes", "block_bytes"), registers=registers)
 
 
+def _attend_fp8(function: Any, width: int, types: str) -> Job:
+    positions, row_warps, tile_warps, sides = FP8_TILES[width]
+    is_tile = function in {gluon_source.attend_prompt_fp8, gluon_source.attend_spans_fp8}
+    warps = tile_warps if is_tile else row_warps
+    lanes = {"LANES": FP8_LANES, "SIDES": sides} if is_tile else {"HEADS": AHEAD_HEADS}
+    constants = {"DH": width, "SPLIT": SPLIT, "BT": positions, **lanes, "WARPS": warps, "STAGES": FP8_STAGES}
+    return Job(function, _types(types), constants, warps, divisible=("layer_bytes", "block_bytes"))
+
+
 def _attend_parts(width: int, types: dict[str, str]) -> Job:
     if width in AHEAD_TILES:
         return _attend_ahead(gluon_source.attend_ahead, width, types)
@@ -393,11 +421,10 @@ def _combine(width: int, types: dict[str, str]) -> Job:
     return Job(triton_source.combine, types, constants, warps=1)
 
 
-def _attend_prompt(function: Any, width: int, types: dict[str, str], *, is_fp8: bool = False) -> Job:
+def _attend_prompt(function: Any, width: int, types: dict[str, str]) -> Job:
     positions, whole_warps, _, _ = ATTEND_TILES[width]
     lanes, warps, stages, registers = PROMPT_TILES[width]
     constants = {"DH": width, "SPLIT": SPLIT, "BT": positions, "LANES": lanes, "WARPS": whole_warps}
-    constants |= FP8 if is_fp8 else {}
     divisible = ("layer_bytes", "block_bytes")
     return Job(function, types, constants, warps, stages, divisible, registers=registers)
 

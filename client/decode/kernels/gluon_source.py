@@ -7,6 +7,7 @@ These kernels use the same matrix instructions as `linear_bf16`, `attend` and `a
 add in the same order. So their results have the same bits.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -18,14 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpulease.client.decode.kernels.triton_source import (
+    END_SPLIT,
+    FIRST_ROW,
+    FIRST_SPLIT,
     PAGE,
+    PLACE,
     POSITION,
+    ROWS,
+    SPAN_WORDS,
+    SPLITS,
     TABLE,
     WORDS,
+    differ,
     exp2,
+    exp2_fp8,
     gated,
     gelu_gated,
     regions_of,
+    unpacked,
 )
 
 
@@ -508,3 +519,363 @@ def attend_ahead(
         gl.store(totals + to[None, :] * DH + d[:, None], total, mask=(head < share)[None, :] & (d < DH)[:, None])
         gl.store(tops + to, top, mask=head < share)
         gl.store(sums + to, weights, mask=head < share)
+
+
+@gluon.jit
+def summed_by_position(e, LANES: gl.constexpr, BT: gl.constexpr):
+    """Return the sums of weights e [BT, LANES] over the positions, in an order that depends on BT alone.
+
+    In a row's program, bit 3 of a position selects one of two adjacent rows of a thread, and bits 0 to 2 are those of
+    the lane. Every sum is over an axis of length two. A sum of two values does not depend on their order, so the bits
+    are the same in any layout.
+    """
+    # Axes are the bits of a position, the highest first.
+    if BT == 128:
+        b = gl.sum(gl.sum(gl.sum(gl.reshape(e, (2, 2, 2, 2, 2, 2, 2, LANES)), 3), 0), 0)
+        b = gl.sum(gl.sum(gl.sum(b, 3), 2), 1)
+    elif BT == 64:
+        b = gl.sum(gl.reshape(e, (2, 2, 2, 2, 2, 2, LANES)), 2)
+        b = gl.sum(gl.sum(gl.sum(gl.sum(b, 4), 3), 2), 1)
+    else:
+        b = gl.sum(gl.reshape(e, (2, 2, 2, 2, 2, LANES)), 1)
+        b = gl.sum(gl.sum(gl.sum(b, 3), 2), 1)
+    return gl.sum(b, 0)
+
+
+@gluon.constexpr_function
+def layout_of_words(pages, words, warps):
+    """Return the layout [pages, PAGE, words] in which threads copy tiles of 16-bit words, 16 bytes at a time.
+
+    A warp copies whole pages, if there are as many pages as warps, so that its threads look up few pages.
+    """
+    chunks, slots = (words // 8).bit_length() - 1, 4
+    # A thread has the first 8 words. The other bits of a word and some of a position are those of the lane.
+    spread = min(slots, 5 - chunks)
+    own = max(pages // warps, 1).bit_length() - 1
+    page_bits = [[1 << bit, 0, 0] for bit in range(pages.bit_length() - 1)]
+    position_bits = [[0, 1 << bit, 0] for bit in range(slots)]
+    word_bits = [[0, 0, 1 << bit] for bit in range(3 + chunks)]
+    # Warps without a page of their own copy the same as others.
+    warp_bits = page_bits[own:] + [[0, 0, 0]] * (warps.bit_length() - 1 - len(page_bits[own:]))
+    return gl.DistributedLinearLayout(
+        word_bits[:3] + position_bits[spread:] + page_bits[:own],
+        word_bits[3:] + position_bits[:spread],
+        warp_bits,
+        [],
+        [pages, 1 << slots, words],
+    )
+
+
+@gluon.constexpr_function
+def layout_of_scales(pages, warps):
+    """Return the layout [pages, PAGE / 2] in which threads copy the scales of a page each, 16 bytes."""
+    lanes = [[1 << bit, 0] for bit in range(pages.bit_length() - 1)]
+    lanes += [[0, 0]] * (5 - len(lanes))
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]], lanes, [[0, 0]] * (warps.bit_length() - 1), [], [pages, 8]
+    )
+
+
+@gluon.jit
+def pages_fp8(
+    table, base, blocks, shared, readable, j, least, most, offset, block_bytes, COUNT: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Return the addresses of COUNT pages of keys (`store_e4m3`) from position j on, and whether they may be read.
+
+    Pages without a position from `least` up to `most`, exclusive, may not be read, and neither may blocks outside both
+    regions: the guard between tenants.
+    """
+    page = gl.arange(0, COUNT, layout)
+    at = j + page * PAGE
+    block = gl.load(table + j // PAGE + page, mask=(at < most) & (at + PAGE > least), other=-1)
+    at = gl.where(block < blocks, base, shared) + block.to(gl.int64) * block_bytes + offset
+    return gl.multiple_of(at.to(gl.pointer_type(gl.int16)), 16), (block >= 0) & (block < readable)
+
+
+@gluon.jit
+def copy_fp8(
+    keys, values, key_scales, value_scales, table, base, blocks, shared, readable, j, least, most, offset, span,
+    block_bytes, DH: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy BT positions from j on, and their scales: keys at `offset` bytes of a block, values `span` after.
+
+    Whole pages are copied. What may not be read becomes 0, also its scales, and no stored position has a scale of 0.
+    """
+    HALF: gl.constexpr = DH // 2
+    W: gl.constexpr = keys.shape[1]
+    PAGES: gl.constexpr = BT // PAGE
+    layout: gl.constexpr = layout_of_words(PAGES, W, WARPS)
+    per_page: gl.constexpr = layout_of_scales(PAGES, WARPS)
+    pages, is_inside = pages_fp8(
+        table, base, blocks, shared, readable, j, least, most, offset, block_bytes, PAGES,
+        gl.SliceLayout(1, gl.SliceLayout(2, layout)),
+    )  # fmt: skip
+    slot = gl.arange(0, PAGE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    i = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    source = pages[:, None, None] + (slot[None, :, None] * HALF + i[None, None, :])
+    mask = is_inside[:, None, None]
+    if W != HALF:
+        mask = mask & (i < HALF)[None, None, :]
+    async_copy.async_load(keys.reshape([PAGES, PAGE, W]), source, mask=mask)
+    async_copy.async_load(values.reshape([PAGES, PAGE, W]), source + span // 2, mask=mask)
+    pages, is_inside = pages_fp8(
+        table, base, blocks, shared, readable, j, least, most, offset, block_bytes, PAGES, gl.SliceLayout(1, per_page)
+    )
+    source = pages[:, None] + (PAGE * HALF + gl.arange(0, PAGE // 2, gl.SliceLayout(0, per_page)))[None, :]
+    async_copy.async_load(key_scales, source, mask=is_inside[:, None])
+    async_copy.async_load(value_scales, source + span // 2, mask=is_inside[:, None])
+
+
+@gluon.jit
+def scale_of(exponents, BT: gl.constexpr, layout: gl.constexpr):
+    """Return the scales [BT] of exponents in shared memory as f32."""
+    bytes_: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (exponents.reinterpret(gl.uint8, [BT], bytes_).load(layout).to(gl.int32) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def attend_fp8_lanes(
+    x, totals, tops, sums, q, rows, tables, row, end_row, per_row, first_head, begin, turn, end_split, place, splits,
+    layer_bytes, block_bytes, table_blocks, H, G, g, scale, window, DH: gl.constexpr, LANES: gl.constexpr,
+    SPLIT: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr,
+    IS_ONE_ROW: gl.constexpr,
+):  # fmt: skip
+    """Compute attention on keys and values in float8 e4m3 for LANES query heads of the key head g, of adjacent rows.
+
+    There are `per_row` lanes for each row from `row` up to `end_row`, exclusive, for its query heads from `first_head`
+    on among those of the key head. The rows are of one sequence and have the same regions.
+
+    The splits are `begin`, `begin + turn` and so on, up to `end_split`, exclusive. If `totals` is not None and `place`
+    is not negative, each split's results are written as `attend` does, `splits` of them for each row and head, from
+    index `place` on. If x is not None and `place` is negative, the sum of the splits is written to x [R, H, DH] bf16.
+
+    A row sees `window` positions up to its own, or all if `window` is None. STAGES tiles of BT positions are in shared
+    memory: one is computed while the others are copied. The rows of a matrix instruction are positions, since most
+    models have few query heads for each key head. A 16-bit word has a value of each half of a head, so queries and
+    totals are in two tiles each. A key's scale multiplies the position's score, and a value's scale the position's
+    weight. So a value that a row does not see adds 0, even if it is infinite.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // SIDES, SIDES], [16, 8])
+    per_lane: gl.constexpr = gl.SliceLayout(0, mma)
+    per_position: gl.constexpr = gl.SliceLayout(1, mma)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    HALF: gl.constexpr = DH // 2
+    W: gl.constexpr = triton.next_power_of_2(HALF)
+    # Each 8 rows that a thread group reads at once are in different banks.
+    phases: gl.constexpr = min(W // 8, 8)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // phases, phases, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    keys = gl.allocate_shared_memory(gl.int16, [STAGES, BT, W], swizzled)
+    values = gl.allocate_shared_memory(gl.int16, [STAGES, BT, W], swizzled)
+    key_scales = gl.allocate_shared_memory(gl.int16, [STAGES, BT // PAGE, PAGE // 2], flat)
+    value_scales = gl.allocate_shared_memory(gl.int16, [STAGES, BT // PAGE, PAGE // 2], flat)
+    share = H // G
+    record = rows + row * WORDS
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    table = tables + gl.load(record + TABLE) * table_blocks
+    lane = gl.arange(0, LANES, per_lane)
+    its = row + lane // per_row
+    head = g * share + first_head + lane % per_row
+    mine = (its < end_row) & (first_head + lane % per_row < share)
+    if IS_ONE_ROW:
+        most = gl.load(record + POSITION) + 1
+        lengths = most
+    else:
+        lengths = gl.load(rows + its * WORDS + POSITION, mask=mine, other=-1) + 1
+        most = gl.max(lengths, 0)
+    firsts = lengths * 0
+    least = 0
+    if window is not None:
+        firsts = gl.maximum(lengths - window, 0)
+        least = firsts if IS_ONE_ROW else gl.min(gl.where(lengths > 0, firsts, most), 0)
+        begin += least // SPLIT
+    end_split = gl.minimum(end_split, gl.cdiv(most, SPLIT))
+    # The last split has only the tiles up to the last position.
+    TILES: gl.constexpr = SPLIT // BT
+    count = gl.maximum(gl.cdiv(end_split - begin, turn), 0)
+    last = begin + (count - 1) * turn
+    tiles = count * TILES
+    if TILES > 1:
+        tiles -= gl.maximum((last + 1) * SPLIT - most, 0) // BT * gl.minimum(count, 1)
+    # `offset`: bytes from the block to the head's keys. `span`: bytes from a key to its value.
+    offset = (layer_bytes + g * PAGE * (DH + 1)).to(gl.int64)
+    span = G * PAGE * (DH + 1)
+    for n in gl.static_range(STAGES - 1):
+        j = (begin + n // TILES * turn) * SPLIT + n % TILES * BT
+        copy_fp8(
+            keys.index(n), values.index(n), key_scales.index(n), value_scales.index(n), table, base, blocks, shared,
+            readable, j, least, gl.where(n < tiles, most, 0), offset, span, block_bytes, DH, BT, WARPS,
+        )  # fmt: skip
+        async_copy.commit_group()
+    query_lane = gl.arange(0, LANES, gl.SliceLayout(0, right))
+    query_row = row + query_lane // per_row
+    query_head = first_head + query_lane % per_row
+    query_i = gl.arange(0, W, gl.SliceLayout(1, right))
+    at = (query_row * H + g * share + query_head)[None, :] * DH + query_i[:, None]
+    mask = ((query_row < end_row) & (query_head < share))[None, :] & (query_i < HALF)[:, None]
+    q_low = gl.load(q + at, mask=mask, other=0.0)
+    q_high = gl.load(q + at + HALF, mask=mask, other=0.0)
+    i = gl.arange(0, W, per_position)
+    low = gl.zeros((W, LANES), gl.float32, mma)
+    high = gl.zeros((W, LANES), gl.float32, mma)
+    top = gl.full((LANES,), -1e30, gl.float32, per_lane)
+    weights = gl.zeros((LANES,), gl.float32, per_lane)
+    all_low, all_high, all_top, all_weights = low, high, top, weights
+    for n in range(tiles):
+        async_copy.wait_group(STAGES - 2)
+        gl.barrier()
+        split = begin + n // TILES * turn
+        p = split * SPLIT + n % TILES * BT + gl.arange(0, BT, per_position)
+        stage = n % STAGES
+        k_low, k_high = unpacked(keys.index(stage).load(left))
+        k_scale = scale_of(key_scales.index(stage), BT, per_position)
+        v_scale = scale_of(value_scales.index(stage), BT, per_position)
+        score = mma_v2(k_low, q_low, gl.zeros((BT, LANES), gl.float32, mma))
+        score = mma_v2(k_high, q_high, score)
+        # Copy a tile to the stage of the tile that was computed last. Its copies and the products above overlap.
+        ahead = n + STAGES - 1
+        j = (begin + ahead // TILES * turn) * SPLIT + ahead % TILES * BT
+        free = ahead % STAGES
+        copy_fp8(
+            keys.index(free), values.index(free), key_scales.index(free), value_scales.index(free), table, base,
+            blocks, shared, readable, j, least, gl.where(ahead < tiles, most, 0), offset, span, block_bytes, DH, BT,
+            WARPS,
+        )  # fmt: skip
+        async_copy.commit_group()
+        # A scale of 0 belongs to a position that was not copied.
+        if IS_ONE_ROW:
+            seen = (k_scale != 0.0) & (p < lengths) & (p >= firsts)
+            v_scale = gl.where(seen, v_scale, 0.0)
+            seen = seen[:, None]
+        else:
+            seen = (k_scale != 0.0)[:, None] & (p[:, None] < lengths[None, :]) & (p[:, None] >= firsts[None, :])
+        # The lowest `top` is -1e30. So the weight of a position that is not seen is 0.
+        score = gl.where(seen, score * (k_scale * scale)[:, None], -2e30)
+        higher = gl.maximum(gl.max(score, 0), top)
+        e = exp2_fp8(score - higher[None, :])
+        # For the product, weights are multiplied by the values' scales and rounded to bf16. The sum of the weights
+        # stays f32.
+        scaled = e * v_scale[:, None]
+        if not IS_ONE_ROW:
+            scaled = gl.where(seen, scaled, 0.0)
+        scaled = gl.convert_layout(scaled.to(gl.bfloat16), right)
+        v_low, v_high = unpacked(values.index(stage).permute((1, 0)).load(left))
+        if TILES > 1:
+            shrink = exp2_fp8(top - higher)
+            low = low * shrink[None, :]
+            high = high * shrink[None, :]
+            weights = weights * shrink
+        low = mma_v2(v_low, scaled, low)
+        high = mma_v2(v_high, scaled, high)
+        weights += gl.convert_layout(summed_by_position(e, LANES, BT), per_lane)
+        top = higher
+        if ((n + 1) % TILES == 0) | (n + 1 == tiles):
+            if totals is not None:
+                part = (place + (its - row) * splits) * H + head * splits + split
+                kept = mine & (place >= 0)
+                to = totals + part[None, :] * DH + i[:, None]
+                stored = kept[None, :] & (i < HALF)[:, None]
+                gl.store(to, low, mask=stored)
+                gl.store(to + HALF, high, mask=stored)
+                gl.store(tops + part, top, mask=kept)
+                gl.store(sums + part, weights, mask=kept)
+            if x is not None:
+                # Add the split to the whole, as `combine` does.
+                over = gl.maximum(all_top, top)
+                shrink = exp2(all_top - over)
+                its_share = exp2(top - over)
+                all_low = all_low * shrink[None, :] + low * its_share[None, :]
+                all_high = all_high * shrink[None, :] + high * its_share[None, :]
+                all_weights = all_weights * shrink + weights * its_share
+                all_top = over
+            low = gl.zeros((W, LANES), gl.float32, mma)
+            high = gl.zeros((W, LANES), gl.float32, mma)
+            top = gl.full((LANES,), -1e30, gl.float32, per_lane)
+            weights = gl.zeros((LANES,), gl.float32, per_lane)
+    if x is not None:
+        divisor = gl.where(all_weights > 0.0, all_weights, 1.0)[None, :]
+        to = x + (its * H + head)[None, :] * DH + i[:, None]
+        stored = (mine & (place < 0))[None, :] & (i < HALF)[:, None]
+        gl.store(to, gl.div_rn(all_low, divisor).to(gl.bfloat16), mask=stored)
+        gl.store(to + HALF, gl.div_rn(all_high, divisor).to(gl.bfloat16), mask=stored)
+
+
+@gluon.jit
+def attend_fp8(
+    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale, window,
+    DH: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """`attend` for keys and values in float8 e4m3. A program computes HEADS of the heads that share a key head.
+
+    Without a window, `window` is at least every sequence's length.
+    """
+    row = gl.program_id(0)
+    groups = gl.cdiv(H // G, HEADS)
+    attend_fp8_lanes(
+        None, totals, tops, sums, q, rows, tables, row, row + 1, HEADS, gl.program_id(1) % groups * HEADS,
+        gl.program_id(2), gl.num_programs(2), splits, row * splits, splits, layer_bytes, block_bytes, table_blocks, H,
+        G, gl.program_id(1) // groups, scale, window, DH, HEADS, SPLIT, BT, WARPS, STAGES, 1, True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_whole_fp8(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
+    DH: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """`attend_whole` for keys and values in float8 e4m3, with a window as in `attend_fp8`."""
+    row = gl.program_id(0)
+    attend_fp8_lanes(
+        x, None, None, None, q, rows, tables, row, row + 1, HEADS, gl.program_id(2) * HEADS, 0, 1, 1 << 30, -1, 0,
+        layer_bytes, block_bytes, table_blocks, H, G, gl.program_id(1), scale, window, DH, HEADS, SPLIT, BT, WARPS,
+        STAGES, 1, True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_prompt_fp8(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, R, H, G, scale, window,
+    DH: gl.constexpr, SPLIT: gl.constexpr, BT: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, SIDES: gl.constexpr,
+):  # fmt: skip
+    """`attend_prompt` for keys and values in float8 e4m3, with a window as in `attend_fp8`."""
+    row = gl.program_id(0)
+    count = LANES // (H // G)
+    # A tile begins where `differ` says, or at a multiple of `count`.
+    if row % count > 0:
+        record = rows + row * WORDS
+        if not differ(record, record - WORDS, True):
+            return
+    after = gl.minimum((row // count + 1) * count, R)
+    its = row + gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    inside = (its < after) & (its > row)
+    record = rows + its * WORDS
+    ends = inside & differ(record, record - WORDS, inside)
+    end_row = gl.min(gl.where(ends, its, after), 0)
+    attend_fp8_lanes(
+        x, None, None, None, q, rows, tables, row, end_row, H // G, 0, 0, 1, 1 << 30, -1, 0, layer_bytes, block_bytes,
+        table_blocks, H, G, gl.program_id(1), scale, window, DH, LANES, SPLIT, BT, WARPS, STAGES, SIDES, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_spans_fp8(
+    x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
+    DH: gl.constexpr, SPLIT: gl.constexpr, BT: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, SIDES: gl.constexpr,
+):  # fmt: skip
+    """`attend_spans` for keys and values in float8 e4m3, and also for tiles of one row."""
+    span = spans + gl.program_id(1) * SPAN_WORDS
+    row = gl.load(span + FIRST_ROW)
+    if row < 0:
+        return
+    attend_fp8_lanes(
+        x, totals, tops, sums, q, rows, tables, row, row + gl.load(span + ROWS), H // G, 0,
+        gl.load(span + FIRST_SPLIT), 1, gl.load(span + END_SPLIT), gl.load(span + PLACE), gl.load(span + SPLITS),
+        layer_bytes, block_bytes, table_blocks, H, G, gl.program_id(0), scale, None, DH, LANES, SPLIT, BT, WARPS,
+        STAGES, SIDES, False,
+    )  # fmt: skip

@@ -61,9 +61,9 @@ def test_an_inexact_instruction_is_found(instruction: str) -> None:
 
 def test_every_instruction_is_exact() -> None:
     found = {name: set(instructions) for name in NAMES if (instructions := inexact().findall(ptx(name)))}
-    # The source of the gates contains fused sums (`quotient`).
-    gated = {name for name in NAMES if "silu" in name or "gelu" in name}
-    assert found == {name: {"fma.rn.f32"} for name in gated}
+    # The source of the gates contains fused sums (`quotient`), and so does that of weights in FP8 (`exp2_fp8`).
+    fused = {name for name in NAMES if re.search(r"silu|gelu|attend\w*_fp8", name)}
+    assert found == {name: {"fma.rn.f32"} for name in fused}
 
 
 def test_no_kernel_with_wgmma_calls_a_function() -> None:

@@ -145,11 +145,13 @@ def attended(
         "q": q, "rows": rows, "tables": tables, **places(region), "table_blocks": tables.shape[1], "H": heads,
         "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
     }  # fmt: skip
+    # A program of these kernels computes some of the heads that share a key head.
+    groups = -(-(heads // key_heads) // manifest().kernels[f"attend_fp8_{width}"].constants["HEADS"])
     rig.launch(
-        f"attend_fp8_{width}", (count, key_heads, min(splits, 2)), totals=totals, tops=tops, sums=sums, splits=splits,
-        **read, window=window,
+        f"attend_fp8_{width}", (count, key_heads * groups, min(splits, 2)), totals=totals, tops=tops, sums=sums,
+        splits=splits, **read, window=window,
     )  # fmt: skip
-    rig.launch(f"attend_whole_fp8_{width}", (count, key_heads), x=whole, **read, window=window)
+    rig.launch(f"attend_whole_fp8_{width}", (count, key_heads, groups), x=whole, **read, window=window)
     rig.launch(f"attend_prompt_fp8_{width}", (count, key_heads), x=prompt, R=count, **read, window=window)
     if window == NO_WINDOW:
         for room in (count * splits // 2, count * splits):
@@ -291,8 +293,36 @@ def test_every_byte_is_unpacked_to_its_value(rig: KernelRig) -> None:
     region = np.zeros((8, LAYERS, 2, 1, PAGE * 33), np.uint8)
     pages = codes.reshape(8, 32)
     region[:, 1, 1, 0, :32], region[:, 1, 1, 0, PAGE * 32] = pages, np.arange(1, 255, 32)
+    region[:, 1, 0, 0, PAGE * 32] = 127
     rows = step_rows(8, position=0, table=np.arange(8), blocks=8)
     found = attended(rig, bf16(np.ones((8, 1, 32))), region, rows, np.arange(8, dtype=np.int32)[:, None], 1)
     exact = values_of(region[:, 1, 1, 0])[:, 0]
     # The smallest scales are below bf16's normal numbers, which the sum of one product still has.
     assert (floats(found[:, 0]) == floats(bf16(exact))).all()
+
+
+def test_the_error_of_a_weight_is_within_its_bound(rig: KernelRig) -> None:
+    """A row sees two positions with the scores 0 and x: the sum of their weights is 1 + 2^x."""
+    heads, width = 8, 32
+    values = np.zeros((1, LAYERS, 2, 1, PAGE, width))
+    values[..., 0, 0] = 1
+    region = pages_of(values)
+    address = rig.place(region)
+    rows = step_rows(1, position=1, blocks=1, base=address)
+    q = np.zeros((1, heads, width), np.float32)
+    q[0, :, 0] = -np.linspace(0.5, 1, heads)
+    rounded = bf16(q)
+    worst = 0.0
+    for scale in np.linspace(0.01, 8, 60, dtype=np.float32).tolist():
+        totals, tops = np.zeros((1, heads, 1, width), np.float32), np.zeros((1, heads, 1), np.float32)
+        sums = np.zeros((1, heads, 1), np.float32)
+        rig.launch(
+            f"attend_fp8_{width}", (1, 1, 1), totals=totals, tops=tops, sums=sums, q=rounded, rows=rows,
+            tables=np.zeros((1, 1), np.int32), **places(region), table_blocks=1, H=heads, G=1, splits=1, scale=scale,
+            window=NO_WINDOW,
+        )  # fmt: skip
+        exact = np.exp2(floats(rounded)[0, :, 0] * scale)
+        # The sum is rounded to 2^-23.
+        worst = max(worst, float(((abs(sums[0, :, 0] - 1.0 - exact) - 2.0**-24) / exact).max()))
+    rig.release(address)
+    assert worst < 3e-6
