@@ -71,15 +71,18 @@ def kernel(function: str, body: str) -> bytes:
     registers = (
         ".reg .b64 %e<4>, %d, %w, %in, %out; .reg .f32 %f<4>; .reg .f64 %g<4>; .reg .b32 %r<4>; .reg .b16 %h<4>;"
     )
-    within = f"""
+    return f"""
+.version 8.3
+.target sm_90
+.address_size 64
+.const .align 16 .b8 constant[{DATA_BYTES}] = {{{", ".join(map(str, CONSTANT))}}};
 .func within(.param .b64 to, .param .align 16 .b8 passed[{DATA_BYTES}])
 {{
     {registers}
     ld.param.u64 %out, [to];
     {function}
     ret;
-}}"""
-    kept = f"""
+}}
 .func kept(.param .b64 to, .param .align 16 .b8 room[{DATA_BYTES}])
 {{
     {registers}
@@ -87,17 +90,7 @@ def kernel(function: str, body: str) -> bytes:
     {keep}
     st.global.u64 [%out], %d;
     ret;
-}}"""
-    call = f"""{{ .param .b64 to; .param .align 16 .b8 passed[{DATA_BYTES}];
-    st.param.b64 [to], %out; {passes} call within, (to, passed); }}"""
-    # A kernel that calls functions is always optimised, which takes several times as long.
-    return f"""
-.version 8.3
-.target sm_90
-.address_size 64
-.const .align 16 .b8 constant[{DATA_BYTES}] = {{{", ".join(map(str, CONSTANT))}}};
-{within if function else ""}
-{kept if "call kept" in body else ""}
+}}
 .entry k(.param .u64 in, .param .u64 out, .param .align 16 .b8 data[{DATA_BYTES}])
 {{
     .shared .align 16 .b8 sh[{DATA_BYTES}];
@@ -106,7 +99,8 @@ def kernel(function: str, body: str) -> bytes:
     ld.param.u64 %in, [in]; ld.param.u64 %out, [out];
     {copies}
     {body}
-    {call if function else ""}
+    {{ .param .b64 to; .param .align 16 .b8 passed[{DATA_BYTES}];
+    st.param.b64 [to], %out; {passes} call within, (to, passed); }}
     ret;
 }}
 """.encode()
@@ -219,15 +213,8 @@ def loads() -> dict[str, list[Form]]:
 LOADS: Final = loads()
 
 
-# In these spaces, the optimised code is checked, too: in .param, the kernels call functions. In the others, the first
-# code is checked, which is made from the same IR.
-OPTIMISED: Final = ("ld.global", "ld.shared", "ld.local", "ld.const", "st.global", "st.shared", "st.local")
-
-
 @pytest.mark.parametrize("alike", LOADS)
-def test_loads_read_the_bytes_that_are_there(request: pytest.FixtureRequest, resting: CpuContext, alike: str) -> None:
-    if alike in OPTIMISED:
-        request.getfixturevalue("optimised")
+def test_loads_read_the_bytes_that_are_there(resting: CpuContext, alike: str) -> None:
     texts = [loaded(*load, number) for number, load in enumerate(LOADS[alike])]
     in_function = [text for text in texts if "[passed]" in text]
     image = kernel("".join(in_function), "".join(text for text in texts if text not in in_function))
@@ -287,11 +274,7 @@ STORES: Final = stores()
 
 
 @pytest.mark.parametrize("alike", STORES)
-def test_stores_write_their_bytes_and_no_others(
-    request: pytest.FixtureRequest, resting: CpuContext, alike: str
-) -> None:
-    if alike in OPTIMISED:
-        request.getfixturevalue("optimised")
+def test_stores_write_their_bytes_and_no_others(resting: CpuContext, alike: str) -> None:
     texts = [stored(*store, number) for number, store in enumerate(STORES[alike])]
     with running(resting, kernel("", VALUES + "".join(texts)), len(texts)) as run:
 
