@@ -14,7 +14,7 @@ from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.supervisor.decoder import Decoder
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import PROMPTS, SETTINGS, Outputs, Recorder, one_by_one, read, submit
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import LIGHT
 
 MOVES = 3
 
@@ -46,7 +46,7 @@ async def outputs_alone(node: Daemon, tokens: int) -> Outputs:
 
 def _opened(node: Daemon, reports: Recorder) -> AbstractAsyncContextManager[Decoder]:
     tenants = [TenantConfig(name, 2, 40) for name in "abcd"]
-    model = RandomCheckpoint(TINY, 1)
+    model = RandomCheckpoint(LIGHT, 1)
     return Decoder.open(model, tenants, SETTINGS, address=node.address, observers=(reports,), is_parkable=True)
 
 
