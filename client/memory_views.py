@@ -45,7 +45,12 @@ def flat_view(data: Any) -> memoryview:
 
 
 def readable_bytes(data: Any, operation: str) -> memoryview:
-    """Return a flat view of a buffer's bytes. Copies a buffer that is not contiguous, in C order like numpy's tobytes.
+    """Return `flattened(readable_view(data, operation))`. Raises InvalidRequest."""
+    return flattened(readable_view(data, operation))
+
+
+def readable_view(data: Any, operation: str) -> memoryview:
+    """Return a view of a buffer, whose size can be checked before `flattened` copies it.
 
     Args:
         data: Any object with Python's buffer protocol.
@@ -54,10 +59,16 @@ def readable_bytes(data: Any, operation: str) -> memoryview:
     Raises InvalidRequest.
     """
     try:
-        view = view_of(data)
+        return view_of(data)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{operation}: the data must be a buffer of bytes: {error}") from None
-    # Copying a buffer that is not contiguous is allowed, because it will only be read.
+
+
+def flattened(view: memoryview) -> memoryview:
+    """Return a flat view of a view's bytes. Copies a view that is not contiguous, in C order like numpy's tobytes.
+
+    Such a view may have far more bytes than its memory, for example one of np.broadcast_to.
+    """
     return _flat(view) or memoryview(view.tobytes())
 
 

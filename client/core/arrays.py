@@ -247,8 +247,8 @@ def _ptx() -> bytes:
 
 
 def _bytes_of(data: NDArray[Any]) -> NDArray[Any]:
-    """View a contiguous array as bytes: dtypes that numpy lacks don't have the buffer protocol."""
-    return data.reshape(-1).view(np.uint8)
+    """View an array as bytes, or a copy if it is not contiguous: some dtypes don't have the buffer protocol."""
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
 # --- types and values of the host ---
@@ -290,7 +290,7 @@ def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
 
 
 def host_array(values: Any, dtype: Any) -> NDArray[Any]:
-    """Return a contiguous numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
+    """Return a numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
     if isinstance(values, ArrayView):
         raise InvalidRequest(f"array: {values!r} is already on the card", "Copy it there with its copy() method")
     wanted_dtype = None if dtype is None else checked_dtype(dtype, "array")
@@ -299,7 +299,7 @@ def host_array(values: Any, dtype: Any) -> NDArray[Any]:
         # If no dtype is given, numpy chooses one from the values. The card must support that dtype.
         if wanted_dtype is None:
             checked_dtype(data.dtype, "array")
-        return np.ascontiguousarray(data, wanted_dtype).reshape(data.shape)
+        return data if wanted_dtype is None else data.astype(wanted_dtype, copy=False)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(
             f"array: the value must be an array of numbers, not {quoted(values)}: {quoted(str(error))}"
@@ -307,7 +307,7 @@ def host_array(values: Any, dtype: Any) -> NDArray[Any]:
 
 
 def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]:
-    """Return a contiguous numpy array of `dtype` from numbers, nested lists of numbers, or an array of that dtype.
+    """Return a numpy array of `dtype` from numbers, nested lists of numbers, or an array of that dtype.
 
     Numbers are converted if they fit; arrays never are. Raises InvalidRequest.
     """
@@ -322,7 +322,7 @@ def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]
                 f"{operation}: an array of {dtype} can't take elements of {value.dtype}",
                 f"Convert them: .astype({str(dtype)!r})",
             )
-        return np.ascontiguousarray(value)
+        return np.asarray(value)
     try:
         # Numbers convert only to a kind that can hold them: an int to a float, but not a float to an int.
         scalar = np.asarray(value)

@@ -18,7 +18,7 @@ from gpulease.client.core.streams import StreamHandle, Streams
 from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
-from gpulease.client.memory_views import flat_view, readable_bytes, writable_bytes
+from gpulease.client.memory_views import flat_view, flattened, readable_view, writable_bytes
 from gpulease.client.numbers import integer
 from gpulease.client.texts import quoted
 from gpulease.protocol import Failure, Opcode
@@ -111,9 +111,10 @@ class Copies(CopyCommands):
     def _write_checked(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None) -> Procedure[None]:
         self._operations.check(buffer, Buffer, "mem_write")
         self._refused.check_copy(buffer, "mem_write")
-        view = readable_bytes(data, "mem_write")
-        check_range(buffer, offset, len(view), "mem_write")
-        if view:
+        source = readable_view(data, "mem_write")
+        check_range(buffer, offset, source.nbytes, "mem_write")
+        if source.nbytes:
+            view = flattened(source)
             pending = self._streams.begin_copy(Opcode.ARENA_WRITE, stream, buffer, offset, view)
             yield from self._streams.run_in(stream, pending or self._write(buffer, offset, view))
 

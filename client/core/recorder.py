@@ -17,7 +17,7 @@ from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import BoundParameter, KernelArgs, ParameterName
-from gpulease.client.memory_views import readable_bytes, view_of, writable_bytes
+from gpulease.client.memory_views import flattened, readable_view, view_of, writable_bytes
 from gpulease.protocol import Opcode
 from gpulease.protocol.fastpath import ARENA_COPY, mem_write_prefix
 from gpulease.protocol.framing import HEADER_BYTES
@@ -160,22 +160,22 @@ class Recording(LaunchCommands, CopyCommands):
         self._check_caller("mem_write")
         _check_stream(stream, "mem_write")
         self._session.operations.check(buffer, Buffer, "mem_write")
-        view = readable_bytes(data, "mem_write")
-        check_range(buffer, offset, len(view), "mem_write")
-        if not view:
+        view = readable_view(data, "mem_write")
+        check_range(buffer, offset, view.nbytes, "mem_write")
+        if not view.nbytes:
             return
         # Each launch of the graph copies mutable memory again, from the arena. Immutable bytes become part of the
         # graph.
-        if not view_of(data).readonly:
-            self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, len(view))
-        elif len(view) > MAX_WRITE_BYTES:
+        if not view.readonly:
+            self._add_arena_copy(Opcode.ARENA_WRITE, buffer, offset, data, view.nbytes)
+        elif view.nbytes > MAX_WRITE_BYTES:
             raise InvalidRequest(
-                f"mem_write: at most {MAX_WRITE_BYTES} bytes can be recorded, not {len(view)}",
+                f"mem_write: at most {MAX_WRITE_BYTES} bytes can be recorded, not {view.nbytes}",
                 "Copy from an array of session.empty(): each launch of the graph then copies the array's current bytes",
             )
         else:
-            head = mem_write_prefix(buffer.handle, offset, len(view), request_id=1, session_id=0, quiet=True)
-            self._add(Opcode.MEM_WRITE, head[HEADER_BYTES:] + bytes(view))
+            head = mem_write_prefix(buffer.handle, offset, view.nbytes, request_id=1, session_id=0, quiet=True)
+            self._add(Opcode.MEM_WRITE, head[HEADER_BYTES:] + bytes(flattened(view)))
             self._buffers[id(buffer)] = buffer
 
     def read(

@@ -22,7 +22,7 @@ from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
-from gpulease.client.memory_views import readable_bytes, view_of
+from gpulease.client.memory_views import flattened, readable_view, view_of
 from gpulease.client.numbers import whole
 from gpulease.client.texts import kernel_name, quoted
 from gpulease.client.transport.link import LinkEnded
@@ -139,7 +139,11 @@ class SubmissionBase:
 
     def _push(self, kind: ArgumentKind, data: Any) -> Self:
         # Copy the bytes now, because the program may change them before the job runs.
-        raw = bytes(readable_bytes(data, "arg"))
+        view = readable_view(data, "arg")
+        # Check the size first: flattening a view that is not contiguous copies it.
+        if view.nbytes > MAX_PAYLOAD_BYTES:
+            raise _too_large(view.nbytes)
+        raw = bytes(flattened(view))
         if not raw:
             raise InvalidRequest(f"argument {len(self._arguments)} must be at least one byte, not none")
         return self._add(SubmitArgument(kind, 0, raw), len(raw) if kind is ArgumentKind.INOUT else 0)
@@ -199,10 +203,14 @@ def _check_size(body: SubmitRun) -> None:
     data_bytes = sum(ARGUMENT_FIXED_BYTES + len(argument.data) for argument in body.arguments)
     size_bytes = RUN_FIXED_BYTES + len(body.kernel.encode()) + data_bytes + len(body.image)
     if size_bytes > MAX_PAYLOAD_BYTES:
-        hint = "Use a session for more, which can write its buffers in pieces"
-        raise InvalidRequest(
-            f"submit: image and arguments must have at most {MAX_PAYLOAD_BYTES} bytes together, not {size_bytes}", hint
-        )
+        raise _too_large(size_bytes)
+
+
+def _too_large(size_bytes: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"submit: image and arguments must have at most {MAX_PAYLOAD_BYTES} bytes together, not {size_bytes}",
+        "Use a session for more, which can write its buffers in pieces",
+    )
 
 
 def _run(

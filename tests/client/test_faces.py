@@ -231,6 +231,10 @@ async def ranges_are_checked_here(face: Face) -> None:
             await session.mem_read(buffer, 0, -1)
         with pytest.raises(InvalidRequest, match="a buffer of bytes"):
             await session.mem_write(buffer, 0, 5)
+        # No memory has room for a copy of these.
+        for huge in (np.broadcast_to(np.uint8(1), 1 << 50), np.broadcast_to(np.datetime64("now"), 1 << 47)):
+            with pytest.raises(InvalidHandle, match="outside buffer"):
+                await session.mem_write(buffer, 0, huge)
         with pytest.raises(InvalidRequest, match="read-only"):
             await session.mem_read(buffer, 0, 4, into=b"1234")
         with pytest.raises(InvalidRequest, match="must have 4 bytes, not 3"):

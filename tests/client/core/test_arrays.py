@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpulease.client import Array, GpuSession, InvalidHandle, InvalidRequest, KernelArgs, Unsupported, aio
+from gpulease.client import AllocFailed, Array, GpuSession, InvalidHandle, InvalidRequest, KernelArgs, Unsupported, aio
 from gpulease.client.core import arrays
 from gpulease.client.kernels.cuda_c import ptx_of
 from helpers.daemon import Daemon
@@ -136,6 +136,7 @@ def test_an_array_of_another_session_is_refused(session: GpuSession, shared_daem
         ("f4", None, "must be a number"),
         ("f4", np.zeros(4), "an array of float32 can't .* elements of float64"),
         ("f4", np.zeros(3, "f4"), "does not fit one of shape"),
+        ("f4", np.broadcast_to(np.float32(1), 1 << 50), "does not fit one of shape"),
         ("f4", [[1], [1, 2]], "must be a number"),
     ],
 )
@@ -146,6 +147,11 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
     with pytest.raises(InvalidRequest, match=said):
         array[...] = value
     assert not array.numpy().any()
+
+
+def test_values_for_which_the_card_has_no_room_are_not_copied(session: GpuSession) -> None:
+    with pytest.raises(AllocFailed):
+        session.array(np.broadcast_to(np.float32(1), 1 << 45))
 
 
 @pytest.mark.parametrize("dtype", ["O", "S4", "M8[s]", ">f4", "f4,i4", "nothing", None, np.longdouble])

@@ -180,6 +180,7 @@ async def what_is_refused_while_it_records(face: Face) -> None:
                 (lambda: session.mem_read(buffer, 0, 4, into=array), "not shared"),
                 (lambda: session.mem_read(buffer, 0, 4), "needs an array|not shared"),
                 (lambda: session.mem_write(buffer, 60, b"12345"), "outside buffer"),
+                (lambda: session.mem_write(buffer, 0, np.broadcast_to(np.uint8(1), 1 << 50)), "outside buffer"),
                 (lambda: session.mem_write(large, 0, bytes(recording.MAX_WRITE_BYTES + 1)), "bytes can be recorded"),
             )
             for operation, match in wrong:

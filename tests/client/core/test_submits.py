@@ -74,6 +74,7 @@ WRONG: dict[str, Any] = {
     "nothing": lambda s: s.arg(b""),
     "an output of nothing": lambda s: s.out(0),
     "outputs too large together": lambda s: s.out(MAX_SUBMIT_OUTPUT_BYTES).inout(b"x"),
+    "an argument of more bytes than any memory": lambda s: s.arg(np.broadcast_to(np.uint8(1), 1 << 50)),
     "arguments that are none": lambda s: s.args(b"1234"),
     "buffers of a session": lambda s: s.args(a_sessions_buffer()),
     "too many": lambda s: [s.arg(np.uint32(1)) for _ in range(MAX_SUBMIT_ARGUMENTS + 1)],
