@@ -460,18 +460,26 @@ def _entry(module: Module, kernel: str) -> KernelEntry:
 
 
 def packed_if_listed(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
-    """Pack a list of arguments as KernelArgs; return other forms unchanged. Raises the errors of `pack_listed`."""
+    """Pack a list of arguments as KernelArgs; return other forms unchanged.
+
+    Raises the errors of `pack_listed`, or LaunchFailed if one of them is due to a wrong number of arguments.
+    """
     if not isinstance(args, list | tuple):
         return args
+    entry: KernelEntry | None = None
     types: tuple[ParameterType, ...] = ()
     if isinstance(module, Module):
         # Check the name first: the types of the arguments depend on it.
-        types = module.parameter_types.get(_entry(module, kernel).name, ())
+        entry = _entry(module, kernel)
+        types = module.parameter_types.get(entry.name, ())
     try:
         return pack_listed(args, types)
-    except LaunchFailed as error:
-        raise _failed(kernel, error.message, error.hint) from None
-    except (InvalidRequest, InvalidHandle) as error:
+    except (LaunchFailed, InvalidRequest, InvalidHandle) as error:
+        # A missing or additional argument shifts the others to parameters of other types: report the number instead.
+        if entry is not None and len(args) != len(entry.parameter_sizes):
+            raise _wrong_number(entry, len(args)) from None
+        if isinstance(error, LaunchFailed):
+            raise _failed(kernel, error.message, error.hint) from None
         raise type(error)(f"launch of {quoted(kernel)}: {error.message}", error.hint) from None
 
 
@@ -524,13 +532,15 @@ def _raw(
         ) from None
 
 
+def _wrong_number(entry: KernelEntry, given: int) -> LaunchFailed:
+    expected = len(entry.parameter_sizes)
+    return _failed(entry.name, f"{given} arguments were given, but the kernel has {expected} parameters")
+
+
 def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
-    expected_sizes = entry.parameter_sizes
-    if len(sizes) != len(expected_sizes):
-        raise _failed(
-            entry.name, f"{len(sizes)} arguments were given, but the kernel has {len(expected_sizes)} parameters"
-        )
-    for index, (size, parameter) in enumerate(zip(sizes, expected_sizes, strict=True)):
+    if len(sizes) != len(entry.parameter_sizes):
+        raise _wrong_number(entry, len(sizes))
+    for index, (size, parameter) in enumerate(zip(sizes, entry.parameter_sizes, strict=True)):
         if size != parameter:
             raise _failed(
                 entry.name, f"argument {index} has {quoted(size)} bytes, but the kernel's parameter has {parameter}"

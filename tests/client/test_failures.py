@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from gpulease import client
@@ -301,6 +302,8 @@ def test_local_launch_checks(run: Run) -> None:
         (("other", [1], [1], KernelArgs()), "no such kernel; it has nothing, scale, small"),
         (("other", [1], [1], [b"1234", 7]), "no such kernel; it has nothing, scale, small"),
         (("small", [1], [1], KernelArgs()), "0 arguments were given, but the kernel has 1 parameters"),
+        (("small", [1], [1], [np.uint32(1), 2]), "2 arguments were given, but the kernel has 1 parameters"),
+        (("scale", [1], [1], [b"12345678", 2.5]), "2 arguments were given, but the kernel has 3 parameters"),
         (("small", [1], [1], KernelArgs().push_u64(1)), "argument 0 has 8 bytes, but the kernel's parameter has 4"),
         (("nothing", [0], [1], KernelArgs()), r"the grid's numbers must be from 1 to 4294967295, not 0"),
         (("nothing", [1], [1, 2**32], KernelArgs()), r"the block's numbers must be"),
