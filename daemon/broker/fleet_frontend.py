@@ -533,8 +533,8 @@ class FleetFrontend:
             case Remembered():
                 self._remember(_with_identity(self._membership, message.identity))
             case KeepMark():
-                # The heartbeat is sent to etcd once the journal has its mark: a restarted daemon must have a record of
-                # every heartbeat that etcd may have.
+                # A join or heartbeat is sent to etcd once the journal has its mark: a restarted daemon must have a
+                # record of each that etcd may have.
                 self._remember(_with_mark(self._membership, message.mark))
                 self._journal.once_kept(partial(self._on_mark_kept, message.mark.beat))
             case Stopped():

@@ -5,7 +5,7 @@
               LiveClaimsPart: the claims of all live leases, in parts
               RecordChanged
               ClaimWanted, ClaimDropped, ClaimEnded; QuotaWanted, QuotaDropped, QuotaEnded
-              HorizonSet, MarkKept: what a heartbeat waits for
+              HorizonSet, MarkKept: what a join or heartbeat waits for
               CertificatesRenewed                                  with the certificates' descriptors
               Stopping; Ping
     process   Joined, Remembered, KeepMark, MoveHorizon, EndClaimed

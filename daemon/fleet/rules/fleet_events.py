@@ -84,11 +84,11 @@ class FleetIdentity(Message):
 class DaemonMark(Message):
     """Distinguishes this daemon's records under its node's id from those of other daemons with the same id.
 
-    The journal has the mark before the heartbeat is sent. So if a daemon finds a record with a higher number than its
-    mark, its journal is a copy or an earlier state.
+    The journal has the mark before the join or heartbeat with its number is sent. So if a daemon finds a record with a
+    higher number than its mark, its journal is a copy or an earlier state.
 
     Attributes:
-        beat: Number of the last heartbeat that was sent.
+        beat: Number of the last join or heartbeat that was sent; both count.
         run: Instance of the process that sent it.
         entered: Nonce of the record with which that process continued a membership; "" if it wrote the record itself.
     """
@@ -110,7 +110,7 @@ DEFAULT_TERMS: Final = FleetTerms()
 NO_IDENTITY: Final = FleetIdentity()
 """A node that has never joined a store."""
 NO_MARK: Final = DaemonMark()
-"""A daemon that has never sent a heartbeat."""
+"""A daemon that has never sent a join."""
 
 
 class ClaimRefusal(Enum):
@@ -190,7 +190,7 @@ class LiveClaims:
 
 @dataclass(frozen=True, slots=True)
 class MarkKept(Message):
-    """The journal has the mark of this heartbeat, so the member may send the heartbeat."""
+    """The journal has the mark of this join or heartbeat, so the member may send it."""
 
     OP: ClassVar[str] = "mark_kept"
     beat: Number

@@ -7,9 +7,9 @@ member that finds no record or another daemon's was fenced. It ends all claimed 
 memory is proved free.
 
 **Foreign records.** Another daemon may have the same node id: on a host with the same name, on a host with a copy of
-this journal, or on this host before its journal was lost or restored. The mark, which the journal has before each
-heartbeat, distinguishes the daemons' records. The other daemon's leases may still run. So its record is deleted only
-after it was unchanged for half a horizon, and its claims one more horizon later. While the other daemon sends
+this journal, or on this host before its journal was lost or restored. The mark, which the journal has before each join
+and heartbeat, distinguishes the daemons' records. The other daemon's leases may still run. So its record is deleted
+only after it was unchanged for half a horizon, and its claims one more horizon later. While the other daemon sends
 heartbeats, this node does not join.
 
 **Another store.** The store may have been restored from a backup or created again. A node notices this by a lower
@@ -26,6 +26,7 @@ first node that joins writes its horizon to the store. A node with another horiz
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from traceback import extract_tb
 from typing import Final, NamedTuple
 
@@ -194,7 +195,8 @@ class Member:
         self._membership.revision = max(identity.revision, incarnation)
         self._membership.epoch_base = identity.epoch_base
         self._mark = mark
-        self._awaits_mark = False
+        self._unsent: Callable[[int], None] | None = None
+        """Sends the join or heartbeat that waits until the journal has its mark; None if none waits."""
         self._highest_epoch = 0
         """The highest epoch from before a renewed generation in this node's records."""
         self._unsettled_ns: int | None = None
@@ -242,7 +244,7 @@ class Member:
             case LiveClaims():
                 self._restore_claims(event, now_ns)
             case MarkKept():
-                self._send_heartbeat(event.beat, now_ns)
+                self._mark_kept(event.beat, now_ns)
             case ClaimWanted():
                 self._claims.add_request(event, now_ns)
             case ClaimDropped():
@@ -270,7 +272,7 @@ class Member:
 
     def _advance(self, now_ns: int) -> None:
         # An answer suggests that the membership is lost. A heartbeat will show it.
-        if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
+        if self._membership.is_suspect and self._phase is _Phase.MEMBER and self._unsent is None:
             self._due_ns = now_ns
         self._membership.is_suspect = False
         # Have at most one request about this node's record in progress, and none while the daemon stops.
@@ -431,6 +433,8 @@ class Member:
         self._due_ns = max(self._due_ns, now_ns)
 
     def _read_store(self, now_ns: int) -> None:
+        # A join that still waits for its mark rests on an earlier read.
+        self._unsent = None
         self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
     def _store_read(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
@@ -438,7 +442,6 @@ class Member:
         # The answer has the record, the generation and the horizon at one revision.
         record, generation, horizon = _own_and_fleet(answer)
         *_, epochs = answer.found
-        self._due_ns = now_ns
         if not self._is_accepted(answer, generation, horizon, now_ns):
             return
         if not self._take_epochs(epochs, answer.revision):
@@ -466,24 +469,28 @@ class Member:
             compare = ModRevisionIs(self._key, record.mod_revision)
             self._ask(now_ns, Transaction((compare,), self._removal), self._read_again)
         else:
-            # Join, if the record is still absent and the generation, the horizon and the epochs have not changed since
-            # the read.
-            self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
-            compares = (
-                CreateRevisionIs(self._key, 0),
-                ModRevisionIs(GENERATION, _revision(generation)),
-                ModRevisionIs(HORIZON, _revision(horizon)),
-                ModRevisionIs(EPOCHS, self._membership.epochs_revision),
-            )
-            self._mark = DaemonMark(self._mark.beat + 1, self._membership.instance)
-            # The join also writes a common key, by which every node can notice a restored backup.
-            joined = Put(JOINED, self._membership.node_id.encode())
-            writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
-            writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
-            if not self._membership.is_settled:
-                due_ns, write = self._missing_epochs(epochs, answer.revision, now_ns)
-                writes += (write,) if now_ns >= due_ns else ()
-            self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
+            mark = DaemonMark(self._mark.beat + 1, self._membership.instance)
+            self._keep_mark(mark, partial(self._create, answer), now_ns)
+
+    def _create(self, answer: TransactionAnswer, now_ns: int) -> None:
+        """Join, if since the answer no record has been written, and no generation, horizon or epochs have changed."""
+        _, generation, horizon = _own_and_fleet(answer)
+        *_, epochs = answer.found
+        self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
+        compares = (
+            CreateRevisionIs(self._key, 0),
+            ModRevisionIs(GENERATION, _revision(generation)),
+            ModRevisionIs(HORIZON, _revision(horizon)),
+            ModRevisionIs(EPOCHS, self._membership.epochs_revision),
+        )
+        # The join also writes a common key, by which every node can notice a restored backup.
+        joined = Put(JOINED, self._membership.node_id.encode())
+        writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
+        writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
+        if not self._membership.is_settled:
+            due_ns, write = self._missing_epochs(epochs, answer.revision, now_ns)
+            writes += (write,) if now_ns >= due_ns else ()
+        self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
 
     def _created(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         is_joined = answer.succeeded and not self._difference(answer, self._membership.revision)
@@ -532,12 +539,12 @@ class Member:
         `record_nonce` is the record's nonce if an earlier process wrote the record.
         """
         self._phase = _Phase.MEMBER
+        self._due_ns = now_ns
         self._is_isolated = False
         self._written = None
         self._attempts.clear()
         self._foreign = None
         self._mark = DaemonMark(self._mark.beat, self._membership.instance, record_nonce)
-        self._awaits_mark = False
         self._joined_revision = 0
         self._remembered_ns = now_ns
         self._membership.effects.append(Joined(self._identity, self._membership.incarnation, self._mark))
@@ -546,20 +553,9 @@ class Member:
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
-        """Have the heartbeat's mark stored, before the heartbeat is sent.
+        self._keep_mark(replace(self._mark, beat=self._mark.beat + 1), self._send_heartbeat, now_ns)
 
-        If the journal does not answer, the next mark is stored.
-        """
-        self._mark = replace(self._mark, beat=self._mark.beat + 1)
-        self._awaits_mark = True
-        self._due_ns = now_ns + self._membership.beat_ns
-        self._membership.effects.append(KeepMark(self._mark))
-
-    def _send_heartbeat(self, beat: int, now_ns: int) -> None:
-        is_awaited = self._awaits_mark and beat == self._mark.beat
-        if not is_awaited or self._is_asking or not self._is_running or self._phase is not _Phase.MEMBER:
-            return
-        self._awaits_mark = False
+    def _send_heartbeat(self, now_ns: int) -> None:
         record = self._record
         inventory = () if record == self._written else (self._inventory(),)
         writes = (self._write(now_ns), *inventory, *self._clocks.write())
@@ -730,6 +726,7 @@ class Member:
         # The membership is over, so its record and its observations of the store are void.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
+        self._unsent = None
         self._membership.incarnation = 0
         self._membership.horizon_ns = 0
         self._membership.member_since_ns = None
@@ -787,6 +784,25 @@ class Member:
 
         transaction = Transaction((ModRevisionIs(self._key, self._membership.mod_revision),), self._removal)
         self._membership.ask(now_ns, transaction, on_outcome)
+
+    # --- the mark ---
+
+    def _keep_mark(self, mark: DaemonMark, send: Callable[[int], None], now_ns: int) -> None:
+        """Have the mark of a join or heartbeat stored. Then `send` sends it.
+
+        If the journal does not answer within the time of a heartbeat, the next mark is stored.
+        """
+        self._mark = mark
+        self._unsent = send
+        self._due_ns = now_ns + self._membership.beat_ns
+        self._membership.effects.append(KeepMark(mark))
+
+    def _mark_kept(self, beat: int, now_ns: int) -> None:
+        # The answer may be late: the write may have another mark by now, or the membership may be over.
+        if self._unsent is None or beat != self._mark.beat or not self._is_running:
+            return
+        send, self._unsent = self._unsent, None
+        send(now_ns)
 
     # --- questions ---
 

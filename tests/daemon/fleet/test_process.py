@@ -185,14 +185,24 @@ def test_it_does_not_beat_for_a_broker_that_hangs(cluster: EtcdCluster, broker: 
     broker.until(MoveHorizon)
 
 
-def test_it_beats_once_the_journal_has_the_mark(cluster: EtcdCluster, broker: Broker) -> None:
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_it_joins_and_beats_once_the_journal_has_the_mark(
+    cluster: EtcdCluster, broker: Broker, has_joined: bool
+) -> None:
     """A journal that does not answer is asked again, and what it answers late is no answer to that."""
+
+    def beat() -> int:
+        found = cluster.control("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
+        return readable(read_node(found.encode())).beat if found else 0
+
+    if has_joined:
+        broker.until(Joined)
     beats = [broker.until(KeepMark).mark.beat for _ in range(2)]
-    asked = ("get", "/gpulease/v1/nodes/node-0", "--print-value-only")
-    assert readable(read_node(cluster.control(*asked).encode())).beat < beats[0] < beats[1]
+    assert (beat() > 0) == has_joined
+    assert beat() < beats[0] < beats[1]
     broker.send(MarkKept(beats[0]))
     broker.until(MoveHorizon)
-    assert readable(read_node(cluster.control(*asked).encode())).beat > beats[1]
+    assert beat() > beats[1]
 
 
 def test_leases_of_a_node_that_the_fleet_gave_up_end(cluster: EtcdCluster) -> None:

@@ -49,6 +49,8 @@ class Host:
         self.effects: list[Effect] = []
         self.kept: list[DaemonMark] = []
         """The marks that the journal was told to store."""
+        self.keeps = True
+        """Whether the journal answers that it has them."""
         self.due: int | None = None
         self.is_cut = False
 
@@ -73,7 +75,8 @@ class Host:
                 self.due = effect.due_ns
             elif isinstance(effect, KeepMark):
                 self.kept.append(effect.mark)
-                self.send(MarkKept(effect.mark.beat))
+                if self.keeps:
+                    self.send(MarkKept(effect.mark.beat))
             else:
                 self.effects.append(effect)
 

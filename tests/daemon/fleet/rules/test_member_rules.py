@@ -47,6 +47,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     FleetTimerFired,
     Joined,
     LiveClaims,
+    MarkKept,
     MoveHorizon,
     Note,
     Noted,
@@ -449,6 +450,67 @@ def test_each_beat_waits_for_its_mark(etcd: ModelEtcd) -> None:
         record = readable(read_node(etcd.keys[node_key("a")].value))
         assert host.kept[-1].covers(record)
         assert (record.beat, record.nonce.startswith(f"a.{run}-")) == (host.kept[-1].beat, True)
+
+
+def test_a_join_waits_for_its_mark(etcd: ModelEtcd) -> None:
+    """A journal that does not answer is asked again, and what it answers late is no answer to that."""
+    host = Host(etcd)
+    host.keeps = False
+    host.begin().run(6)
+    early, late = host.kept
+    assert early.beat < late.beat
+    host.send(MarkKept(early.beat))
+    assert (host.asked, node_key("a") in etcd.keys) == ([], False)
+    host.keeps = True
+    host.send(MarkKept(late.beat))
+    host.settle()
+    assert host.take(Joined)[-1].mark.beat == late.beat
+    assert host.kept[-1].beat == readable(read_node(etcd.keys[node_key("a")].value)).beat == late.beat + 1
+
+
+def lose_the_answer_to_the_join(host: Host) -> None:
+    """Reply to transactions until etcd has the node's record, and not to the one that wrote it."""
+    while True:
+        (ask,) = host.asked
+        host.asked.clear()
+        outcome = host.etcd.do(ask.transaction)
+        if node_key("a") in host.etcd.keys:
+            host.send(Answered(ask.number, Unknown("cut")))
+            return
+        host.send(Answered(ask.number, outcome))
+
+
+@pytest.mark.parametrize("has_joined_before", [False, True])
+def test_a_daemon_whose_join_s_answer_was_lost_is_back_at_once_after_a_restart(
+    etcd: ModelEtcd, has_joined_before: bool
+) -> None:
+    """The next process finds the record in its journal's mark, deletes it, and joins. No time passes."""
+    left: dict[str, Any] = {}
+    if has_joined_before:
+        left = Host(etcd).begin().left() | {"incarnation": 0}
+        etcd.delete(node_key("a"))
+    host = Host(etcd, run=2, **left)
+    host.send(Started())
+    host.send(LiveClaims())
+    lose_the_answer_to_the_join(host)
+    assert host.take(Joined) == []
+    again = Host(etcd, now=host.now, run=3, **(left | {"mark": host.kept[-1]})).begin()
+    assert (len(again.take(Joined)), len(again.take(MoveHorizon))) == (1, 1)
+
+
+def test_a_copy_from_before_a_join_waits_for_the_first_daemon(etcd: ModelEtcd) -> None:
+    """The same process joins again, with a number above the copy's, so the copy's daemon does not delete the record."""
+    host = Host(etcd).begin()
+    etcd.delete(node_key("a"))
+    host.run(6)
+    left = host.left() | {"incarnation": 0}
+    host.send(LiveClaims())
+    lose_the_answer_to_the_join(host)
+    copy = Host(etcd, now=host.now, run=2, **left).begin()
+    copy.run(14)
+    assert copy.take(Joined) == []
+    copy.run(3)
+    assert len(copy.take(Joined)) == 1
 
 
 def test_a_record_of_a_version_that_did_not_count_is_known_by_its_revision(etcd: ModelEtcd) -> None:
