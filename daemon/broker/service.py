@@ -64,7 +64,7 @@ from gpulease.daemon.workers.context_probe import measure_overhead
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_client import ZygoteBroken
 from gpulease.daemon.workers.zygote_discovery import CannotAdopt, FoundZygote, find_zygotes
-from gpulease.protocol.address import Address, TlsAddress, UnixAddress
+from gpulease.protocol.address import MAX_UNIX_PATH_BYTES, Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
@@ -84,9 +84,6 @@ next daemon continues the ends that take longer."""
 
 ZYGOTES: Final = "zygotes"
 """The folder in the state folder where zygotes listen."""
-
-MAX_PATH_BYTES: Final = 107
-"""Longest path of a Unix socket (unix(7))."""
 
 _EVERY_HOST: Final = ("0.0.0.0", "::", "")
 """Hosts of an address that listens on every interface."""
@@ -462,11 +459,12 @@ async def open_state(config: Config) -> AsyncIterator[LastingState]:
         yield LastingState(Journal(), None, [])
         return
     # Check this first: otherwise a path that is too long would fail only when the first zygote is started.
-    if len(bytes(config.state)) + _SOCKET_BYTES > MAX_PATH_BYTES:
+    if len(bytes(config.state)) + _SOCKET_BYTES > MAX_UNIX_PATH_BYTES:
         raise CannotAdopt(
-            f"the path of state must have at most {MAX_PATH_BYTES - _SOCKET_BYTES} bytes, because the "
+            f"the path of state must have at most {MAX_UNIX_PATH_BYTES - _SOCKET_BYTES} bytes, because the "
             "daemon creates sockets in that folder",
-            hint="Choose a shorter path.",
+            "Choose a shorter path.",
+            os.EX_CONFIG,
         )
     journal = await asyncio.to_thread(open_journal, config.state, boot_id())
     try:

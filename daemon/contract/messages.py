@@ -166,11 +166,13 @@ class HelperBroken(Message):
     Attributes:
         reason: The reason for the operator: a sentence from a zygote, a clause from a helper.
         hint: What the operator can do; "" without a hint.
+        is_misconfigured: True if a setting is the cause, so that another process would fail the same way; else None.
     """
 
     OP: ClassVar[str] = "broken"
     reason: Text
     hint: Text = ""
+    is_misconfigured: Annotated[bool | None, FLAG.named("misconfigured").optional()] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class DriverError(Exception):
         self.hint = hint
 
 
+class UnusableSetting(DriverError):
+    """A setting of the operator keeps the driver from working."""
+
+
 class OutOfMemory(DriverError):
     """The card can't provide the bytes, although the slice allows them."""
 

@@ -25,7 +25,7 @@ class CpuDriver:
     def preload(self) -> None:
         """Compile the driver's own native code, which forked workers then share. Starts no thread.
 
-        Raises DriverError for an unusable setting, before any worker is forked.
+        Raises UnusableSetting, before any worker is forked.
         """
         host_threads()
         stream_code()

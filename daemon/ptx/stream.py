@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
-from gpulease.daemon.drivers.interface import MAX_MARKS, DriverError, Poll
+from gpulease.daemon.drivers.interface import MAX_MARKS, Poll, UnusableSetting
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
 from gpulease.daemon.ptx import native
@@ -47,12 +47,12 @@ _ATTRIBUTES_BYTES = 128
 def host_threads() -> int:
     """Return how many threads may run blocks: one for each core, or fewer by the operator's or the driver's limit.
 
-    Raises DriverError for a setting that is not a positive number.
+    Raises UnusableSetting if the operator's limit is not a positive number.
     """
     cores = len(os.sched_getaffinity(0))
     allowed = os.environ.get(THREADS_VARIABLE) or str(cores)
     if not allowed.isdecimal() or int(allowed) == 0:
-        raise DriverError(
+        raise UnusableSetting(
             f"{THREADS_VARIABLE} must be a number of threads, not {allowed!r}",
             hint="Set it to 1 or more, or leave it empty for one thread per core.",
         )

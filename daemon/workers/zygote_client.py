@@ -454,8 +454,9 @@ class ZygoteClient:
             case Preloaded(findings):
                 self.findings = findings
                 preloaded.set_result(None)
-            case HelperBroken(reason, hint):
-                preloaded.set_exception(ZygoteBroken(reason, hint=hint))
+            case HelperBroken(reason, hint, is_misconfigured):
+                status = os.EX_CONFIG if is_misconfigured else os.EX_UNAVAILABLE
+                preloaded.set_exception(ZygoteBroken(reason, hint, status))
             case _:
                 preloaded.set_exception(ZygoteBroken("the zygote's first message does not say that it is ready"))
 

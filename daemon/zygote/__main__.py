@@ -26,7 +26,7 @@ from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.control_page import PageFds, for_worker
 from gpulease.daemon.contract.message_fields import Message, parse_message
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
-from gpulease.daemon.drivers.interface import Driver, DriverError
+from gpulease.daemon.drivers.interface import Driver, DriverError, UnusableSetting
 from gpulease.daemon.host.heap_wipe import wipes_heap_by_environment
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, exit_text, reaped_children, set_name, survive_stderr
@@ -100,7 +100,8 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         session_code()
         plan, findings = prepare(SandboxSettings.from_text(sandbox), driver.needs(), driver.keep_for)
     except (DriverError, SandboxUnavailable) as error:
-        send_message(channel, messages.HelperBroken(str(error), error.hint).to_map())
+        is_misconfigured = True if isinstance(error, UnusableSetting) else None
+        send_message(channel, messages.HelperBroken(str(error), error.hint, is_misconfigured).to_map())
         return None
     # A fork copies only the calling thread: locks that another thread holds would stay locked in the worker forever.
     if len(os.listdir("/proc/self/task")) != 1:

@@ -16,6 +16,7 @@ import pytest
 from gpulease.client import Denied, GpuSession
 from gpulease.client.sync.driver import ask
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
+from gpulease.daemon.ptx.stream import THREADS_VARIABLE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon, python_environment
@@ -192,6 +193,24 @@ def test_a_path_too_long_for_a_socket() -> None:
     status, said = start_in_vain("--listen", "unix:/" + "x" * 200)
     assert status == os.EX_CONFIG
     check_sentence(said, "at most 107 bytes")
+
+
+@pytest.mark.exhaustive
+def test_a_state_folder_whose_path_is_too_long_for_sockets(tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text(f'state = "{tmp_path}/{"x" * 100}"\n')
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
+    assert status == os.EX_CONFIG
+    check_sentence(said, "the path of state must have at most 85 bytes, because .* Choose a shorter path.")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", ["0", "many"])
+def test_a_number_of_threads_that_is_none(tmp_path: Path, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, number)
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
+    assert status == os.EX_CONFIG
+    check_sentence(said, f"GPULEASE_CPU_THREADS must be a number of threads, not '{number}'. Set it to 1 or more")
 
 
 @pytest.mark.exhaustive

@@ -72,6 +72,11 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_ZYGOTE, messages.LivenessPing(), {"op": "ping"}),
     (FROM_ZYGOTE, messages.Preloaded(FINDINGS), {"op": "preloaded", "sandbox": FINDINGS}),
     (FROM_ZYGOTE, messages.HelperBroken("No.", "Do."), {"op": "broken", "reason": "No.", "hint": "Do."}),
+    (
+        FROM_ZYGOTE,
+        messages.HelperBroken("No.", "Do.", True),
+        {"op": "broken", "reason": "No.", "hint": "Do.", "misconfigured": True},
+    ),
     (FROM_ZYGOTE, messages.Pong(), {"op": "pong"}),
     (FROM_ZYGOTE, messages.WorkerForked(10, 77, 3), {"op": "spawned", "lease": LEASE, "pid": 77, "serial": 3}),
     (FROM_ZYGOTE, messages.ForkFailed(10, "fork: no"), {"op": "no_fork", "lease": LEASE, "reason": "fork: no"}),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpulease.daemon.drivers.interface import DriverError, KernelFault
+from gpulease.daemon.drivers.interface import KernelFault, UnusableSetting
 from gpulease.daemon.native.compiler import NativeCode
 from gpulease.daemon.ptx import stream
 from gpulease.daemon.ptx.context import CpuContext
@@ -328,7 +328,7 @@ def test_a_setting_that_is_no_number_of_threads_keeps_the_driver_from_starting(
     monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.setenv(THREADS_VARIABLE, setting)
-    with pytest.raises(DriverError, match="must be a number of threads"):
+    with pytest.raises(UnusableSetting, match="must be a number of threads"):
         CpuDriver().preload()
 
 
