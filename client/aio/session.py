@@ -129,7 +129,10 @@ class GpuSession(SessionView):
         return self.__aenter__().__await__()
 
     async def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
+        """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room.
+
+        If there is no room, Python's garbage is collected first, and buffers that only garbage refers to are freed.
+        """
         return await self._run(self._session.resources.alloc(size_bytes))
 
     async def mem_free(self, buffer: Buffer) -> None:

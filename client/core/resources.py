@@ -1,5 +1,6 @@
 """A session's device memory and modules: allocate, free, load, unload."""
 
+import gc
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -9,7 +10,7 @@ from gpulease.client.core.fast_request import DONE, FastRequest, Pending
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import MaybePending, Procedure
-from gpulease.client.errors import GpuLeaseError, InvalidRequest
+from gpulease.client.errors import AllocFailed, GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, Module, Variable
 from gpulease.client.numbers import whole
 from gpulease.client.texts import bounded
@@ -70,10 +71,35 @@ class Resources:
 
     def _alloc(self, size_bytes: int) -> Procedure[Buffer]:
         size = whole(size_bytes, "mem_alloc: size_bytes", least=1, most=MAX_WIRE_BYTES)
-        making = self._operations.make(
+        return (yield from self._or_after_collection(size, self._operations.do("mem_alloc", self._make(size))))
+
+    def _make(self, size: int) -> Procedure[Buffer]:
+        return self._operations.make(
             Opcode.MEM_ALLOC, MEM_ALLOC.pack(size), Opcode.MEM_FREE, lambda reply: Buffer(None, reply.handle, size)
         )
-        return (yield from self._operations.do("mem_alloc", making))
+
+    def _or_after_collection(self, size: int, allocation: Procedure[Buffer]) -> Procedure[Buffer]:
+        """Drive an allocation. If there is no room, free the buffers in garbage, and allocate once more."""
+        attachment = self.attachment
+        try:
+            return (yield from allocation)
+        except AllocFailed as error:
+            # The reply may report the failure of an earlier request, which the program must get. The second token may
+            # not permit a free.
+            if error.failure.failed_request_id is not None or attachment.uses_second:
+                raise
+            # Objects in reference cycles are finalized only by a collection. Without one, Python may not run it for
+            # long, because it counts objects and not their memory on the card.
+            gc.collect()
+            if not (attachment.dropped or attachment.held):
+                raise
+        return (yield from self._operations.do("mem_alloc", self._free_and_make(size)))
+
+    def _free_and_make(self, size: int) -> Procedure[Buffer]:
+        # There may be more frees than an operation sends before it.
+        while self.attachment.dropped:
+            yield from self._operations.send_frees()
+        return (yield from self._make(size))
 
     def alloc_at_once(self, size_bytes: int) -> MaybePending[Buffer]:
         """`alloc`, tried immediately, under the session's lock."""
@@ -107,7 +133,7 @@ class Resources:
                 return buffer
 
             making = self._operations.made(Opcode.MEM_ALLOC, outcome.request_id, late)
-            return self._operations.go_on("mem_alloc", making)
+            return self._or_after_collection(size, self._operations.go_on("mem_alloc", making))
         return self.alloc(size)
 
     def _alloc_held(self, size: int) -> MaybePending[Buffer] | None:

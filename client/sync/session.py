@@ -135,7 +135,10 @@ class GpuSession(SessionView):
             raise
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
+        """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room.
+
+        If there is no room, Python's garbage is collected first, and buffers that only garbage refers to are freed.
+        """
         # Hold the lock for the whole operation, so that threads take turns.
         with self._lock:
             # First try to reuse memory of an earlier free without a request. Otherwise ask the worker.

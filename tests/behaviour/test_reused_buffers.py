@@ -1,10 +1,12 @@
 """Buffers that are freed and allocated again by the client, without the daemon: the program sees no difference."""
 
+import asyncio
+import gc
 from collections.abc import Iterator
 
 import pytest
 
-from gpulease.client import Buffer, GpuSession, InvalidHandle, LaunchFailed
+from gpulease.client import AllocFailed, Buffer, GpuSession, InvalidHandle, LaunchFailed, aio
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, floats, numbers, scale_args
 
@@ -81,3 +83,45 @@ def test_a_graph_hears_of_it(session: GpuSession) -> None:
     again(session, buffer)
     with pytest.raises(InvalidHandle):
         graph.launch()
+
+
+class Cycle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer, self.itself = buffer, self
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_buffers_in_garbage_make_room(session: GpuSession) -> None:
+    first = Cycle(session.mem_alloc(SLICE_BYTES // 2))
+    for _ in range(5):
+        Cycle(session.mem_alloc(SLICE_BYTES // 2))
+    # Far more than an operation frees before it.
+    for _ in range(1000):
+        Cycle(session.mem_alloc(256))
+    with pytest.raises(AllocFailed):
+        session.mem_alloc(SLICE_BYTES)
+    assert first.buffer.is_alive
+    del first
+    assert session.mem_alloc(SLICE_BYTES).size_bytes == SLICE_BYTES
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_and_so_they_do_with_asyncio(daemon: Daemon) -> None:
+    async def main() -> None:
+        wish = aio.GpuBuilder(daemon.address).min_vram(SLICE_BYTES).lease_secs(60)
+        async with wish.acquire() as lease, aio.GpuSession(lease) as session:
+            for _ in range(5):
+                Cycle(await session.mem_alloc(SLICE_BYTES // 2))
+            assert (await session.mem_alloc(SLICE_BYTES)).size_bytes == SLICE_BYTES
+
+    asyncio.run(main())

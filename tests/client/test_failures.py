@@ -1,5 +1,6 @@
 """What a client raises when things go wrong, on both APIs."""
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -295,6 +296,29 @@ def test_a_daemon_that_hangs(run: Run, peer: ScriptedPeer, monkeypatch: pytest.M
             await face.acquire()
 
     run(scenario)
+
+
+@pytest.mark.parametrize(("earlier", "has_garbage", "tries"), [(None, True, 2), (None, False, 1), (1, True, 1)])
+def test_an_allocation_without_room_is_tried_again_if_garbage_had_buffers(
+    run: Run, peer: ScriptedPeer, earlier: int | None, has_garbage: bool, tries: int
+) -> None:
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            cycle: list[Any] = [await session.mem_alloc(16)]
+            if has_garbage:
+                cycle.append(cycle)
+            peer.fail(Opcode.MEM_ALLOC, Status.ALLOC_FAILED, failed_request_id=earlier, failed_op=None)
+            del cycle
+            with pytest.raises(client.AllocFailed):
+                await session.mem_alloc(16)
+            assert peer.ops().count("MEM_ALLOC") == 1 + tries
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario)
+    finally:
+        gc.enable()
 
 
 def test_local_launch_checks(run: Run) -> None:
