@@ -284,7 +284,10 @@ class LogEvent(Enum):
         "setting.beyond_host", WARNING, "a setting needs cards or memory that this host does not have now", ("reason",)
     )
     SETTINGS_READ = LogKind(
-        "settings.read", INFO, "settings reloaded; those in `waiting` take effect at the next start", ("waiting",)
+        "settings.read",
+        INFO,
+        "settings reloaded; those in `changed` are in effect, those in `waiting` take effect at the next start",
+        ("changed", "waiting"),
     )
     SETTINGS_KEPT = LogKind(
         "settings.kept", ERROR, "the settings were not reloaded, so the old ones stay in effect: {reason}", ("reason",)

@@ -1,7 +1,7 @@
 """The daemon's life cycle under its service manager: starting, ready, reloading its settings, stopping.
 
-A reload (SIGHUP) applies the settings that can change while the daemon runs. The log names the other changed settings,
-which apply after a restart.
+A reload (SIGHUP) applies the settings that can change while the daemon runs. The log names these that have changed, and
+the other changed settings, which apply after a restart.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.broker.web_frontend import token_digest_of
@@ -28,6 +29,9 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.settings_reader import declared
 from gpulease.protocol.time_units import NS_PER_US
 
+MAX_LOGGED_CHANGES: Final = 32
+"""Maximum number of changed settings that the log names after a reload; it states how many more there are."""
+
 
 def settings_that_wait(now: Config, reloaded: Config) -> list[str]:
     """Return the names of the changed settings that apply only at the next start."""
@@ -38,6 +42,24 @@ def settings_that_wait(now: Config, reloaded: Config) -> list[str]:
         for key, entry in declared(Config).items()
         if not entry.setting.is_reloaded and getattr(now, entry.attribute) != getattr(reloaded, entry.attribute)
     ]
+
+
+def settings_in_effect(before: Config, reloaded: Config) -> list[str]:
+    """Return the names of the changed settings that apply from now on; for [tenants] those of the tenants' tables."""
+    old, new = before.limits.tenants, reloaded.limits.tenants
+    changed = [
+        key
+        for key, entry in declared(Config).items()
+        if entry.setting.is_reloaded and getattr(before, entry.attribute) != getattr(reloaded, entry.attribute)
+    ]
+    if old.default != new.default:
+        changed.append("tenants.default")
+    # A tenant's table contains what it does not change in the default one, so a change there is a change here as well.
+    names = sorted(old.by_name.keys() | new.by_name.keys())
+    changed += [f"tenants.{name}" for name in names if old.by_name.get(name) != new.by_name.get(name)]
+    # Do not log thousands of tenants.
+    omitted = len(changed) - MAX_LOGGED_CHANGES
+    return changed if omitted <= 0 else [*changed[:MAX_LOGGED_CHANGES], f"and {omitted} more"]
 
 
 class Reloader:
@@ -55,6 +77,7 @@ class Reloader:
         self._notifier = notifier
         self._load = load
         self._started_with = config
+        self._last_read = config
         self._task: asyncio.Task[None] | None = None
         # Clear the event before the file is read: a signal from here on requests another reload.
         self._is_wanted = False
@@ -97,7 +120,9 @@ class Reloader:
             return f"Settings not reloaded; the old ones stay in effect: {error}"
         # Compare with the settings of the start, because those are still in effect.
         waiting = settings_that_wait(self._started_with, config)
-        log_event(LogEvent.SETTINGS_READ, waiting=waiting)
+        # A file that lost its limits is valid, so the log must show that they are gone.
+        log_event(LogEvent.SETTINGS_READ, changed=settings_in_effect(self._last_read, config), waiting=waiting)
+        self._last_read = config
         if waiting:
             return f"Settings reloaded; these take effect at the next start: {', '.join(waiting)}."
         return "Settings reloaded."

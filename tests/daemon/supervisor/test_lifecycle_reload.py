@@ -1,6 +1,7 @@
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from gpulease.client import Denied
 from gpulease.daemon.config.settings import Config
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
-from gpulease.daemon.supervisor.lifecycle import settings_that_wait
+from gpulease.daemon.supervisor.lifecycle import MAX_LOGGED_CHANGES, settings_in_effect, settings_that_wait
 from helpers import audit_log
 from helpers.free_ports import free_port
 from helpers.service_manager import ServiceManager
@@ -37,6 +38,22 @@ def test_limits_take_a_restart_and_tenants_bounds_do_not() -> None:
     assert settings_that_wait(Config(), Config(limits=replace(limits, max_ttl_s=5, tenants=rules))) == ["limits"]
 
 
+def test_what_a_reload_changes_at_once() -> None:
+    def config(rules: TenantRules, **others: Any) -> Config:
+        return Config(limits=replace(Config().limits, tenants=rules), **others)
+
+    one, two = TenantLimits(max_leases=1), TenantLimits(max_leases=2)
+    before = config(TenantRules(one, {"ann": one, "bob": two}), max_connections=5)
+    assert settings_in_effect(before, before) == []
+    after = config(TenantRules(one, {"bob": one, "cy": one}), max_connections=6, state=Path("/state"))
+    assert settings_in_effect(before, after) == ["max_connections", "tenants.ann", "tenants.bob", "tenants.cy"]
+    lost = ["max_connections", "tenants.default", "tenants.ann", "tenants.bob"]
+    assert settings_in_effect(before, Config()) == lost, "an empty file"
+    many = config(TenantRules(by_name={f"t{number:03}": one for number in range(100)}))
+    listed = settings_in_effect(Config(), many)
+    assert listed == [*(f"tenants.t{number:03}" for number in range(MAX_LOGGED_CHANGES)), "and 68 more"]
+
+
 @pytest.mark.exhaustive
 def test_settings_are_read_again(manager: ServiceManager) -> None:
     manager.start_ready(config="")
@@ -61,6 +78,9 @@ def test_settings_are_read_again(manager: ServiceManager) -> None:
     with manager.builder().acquire(), manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
         manager.builder().acquire()
     assert manager.end() == 0
+    reloads = [line for line in manager.log().splitlines() if "settings reloaded" in line]
+    told = [line.partition("changed=")[2] for line in reloads]
+    assert told == ["tenants.default waiting=max_load_s", 'tenants.default waiting=""']
 
 
 @pytest.mark.exhaustive
