@@ -557,7 +557,9 @@ class CudaContext:
             )
             if self._slice is None or where != self._slice.range:
                 (parked_at, _), own_at = where, self._slice and hex(self._slice.range[0])
-                raise ImageMismatch(f"the parked slice begins at {parked_at:#x}, but this context's at {own_at}")
+                raise ImageMismatch(
+                    f"the parked slice begins at {parked_at:#x}, but this context's would begin at {own_at}"
+                )
             # Step 1: record the pieces and where they were mapped. `unpark` takes memory of the card for them later.
             blocks = {address: block_bytes(size) for address, size in sizes.items()}
             for address, allocation in self._slice.adopt(saved, blocks).items():
