@@ -53,8 +53,8 @@ with suppress(ImportError):
     uvloop.new_event_loop().close()
 
 
-DEFAULT_MINUTES: Final = 14
-EVERYTHING_MINUTES: Final = 40
+DEFAULT_MINUTES: Final = 8
+EVERYTHING_MINUTES: Final = 20
 BUSY_LOAD_PER_CORE: Final = 0.5
 PROCESSES_PER_CORE: Final = 3
 """Test processes per core. Many tests wait for a deadline or for another process; meanwhile others run."""

@@ -19,7 +19,8 @@ def test_log_health_and_a_first_lease_warn(
 ) -> None:
     monkeypatch.setattr(daemon_warnings, "_logged", set())
     daemon = start_daemon(driver="auto", vram=["64MiB"])
-    assert f"WARNING {EMULATION_WARNING}" in daemon.log()
+    (warning,) = [line for line in daemon.log().splitlines() if " WARNING " in line]
+    assert f'reason="{EMULATION_WARNING}"' in warning
     report = ask(Opcode.HEALTH, Empty(), daemon.address).report
     assert report["ready"] is True
     assert next(check for check in report["checks"] if check["check"] == "cards") == {

@@ -41,11 +41,14 @@ def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
                 check_main_job(session)
         assert daemon.leases() == []
         reader.send_signal(signal.SIGCONT)
-        with daemon.builder().acquire() as last:
-            pass
+        later: list[bytes] = []
 
         def has_caught_up() -> bool:
-            return f"{last.lease_id:032x}".encode() in log.read_bytes() and b"log.dropped" in log.read_bytes()
+            # The records of a lease are dropped, too, until the reader has made room.
+            with daemon.builder().acquire() as lease:
+                later.append(f"{lease.lease_id:032x}".encode())
+            written = log.read_bytes()
+            return b"log.dropped" in written and any(lease_id in written for lease_id in later)
 
         wait_until(has_caught_up, "the log goes on", seen=log.read_text)
         stop_process(reader.pid)
@@ -57,7 +60,7 @@ def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
         daemon.discard()
         reader.wait()
     records = records_of(log.read_text())
-    (dropped,) = [record for record in records if record["event"] == "log.dropped" and record["process"] == "broker"]
+    dropped = [record for record in records if record["event"] == "log.dropped" and record["process"] == "broker"]
     reclaimed = sum(json.loads(line)["event"] == "lease.reclaimed" for line in log.read_text().splitlines())
-    assert dropped["count"] > 0
-    assert reclaimed < LEASES + 1
+    assert sum(record["count"] for record in dropped) > 0
+    assert reclaimed < LEASES + len(later)

@@ -13,9 +13,10 @@ import pytest
 
 FOLDER: Final = "GPULEASE_TEST_CALLS"
 
-UNTRACED: Final = frozenset({"Runtime._report", "Zygote._become_worker"})
+UNTRACED: Final = frozenset({"Runtime._report", "CardTimes._on_timer", "Zygote._become_worker"})
 """Functions that are left out, with all that they call: the broker's report about an event to the log, the metrics and
-the subscribers, after the event's effects; and a worker's life, from its fork on."""
+the subscribers, after the event's effects; its samples of the cards' time, the next of which follows an acquire at
+once; and a worker's life, from its fork on."""
 
 _BEGINNING: Final = "import sys; sys.path.append({tests!r}); from helpers.call_tracer import trace; trace()"
 
